@@ -1,0 +1,278 @@
+"""Paired timing: how much faster is a candidate than the baseline, and how sure is that?
+
+Two loops timed one after the other differ by what the machine did meanwhile (clocks, heat, neighbours). So
+blocks of the two alternate, a ratio is taken within each pair, and the answer is the median of the ratios
+with a confidence interval that assumes no distribution.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+__all__ = ["PairedResult", "compare", "median_interval", "noise_floor"]
+
+MIN_PAIRS = 6
+"""With fewer pairs not even (smallest, largest) covers the median with 95 %: 1 - 2 * 2^-5 = 93.75 %."""
+MIN_NOISE = 0.01
+"""Differences below 1 % are never called faster: code and data placement alone moves timings by more
+(Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", ASPLOS 2009)."""
+CLOCK_SPREAD = 0.02
+"""A run during which the SM clock moved by more than this share of its maximum is marked."""
+_MAX_CALLS = 10_000
+
+
+@dataclass(frozen=True)
+class PairedResult:
+    """ratio: median of baseline time / candidate time over the pairs (above 1: the candidate is faster). low,
+    high: 95 % confidence interval of that median.
+
+    pairs: pairs measured. baseline_ns, candidate_ns: median wall time per call. noise: the ratio by which two
+    runs of the same code differ, less 1. clocks: the GPU's clocks meanwhile (ClockMonitor.summary(); {} on a
+    CPU). marked: what casts doubt on the run, such as a clock that moved.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    baseline_ns: float
+    candidate_ns: float
+    noise: float
+    clocks: dict[str, Any]
+    marked: tuple[str, ...]
+
+    @property
+    def faster(self) -> bool:
+        """Whether the candidate is faster beyond doubt: the whole interval lies above the noise."""
+        return self.low > 1 + self.noise
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Distribution-free confidence interval of the median of independent ``values``.
+
+    The number of values below the median is binomial(n, 1/2), so the j-th smallest and j-th largest enclose
+    the median with probability 1 - 2 P(B < j); j is the largest that keeps ``confidence`` (H. A. David, H. N.
+    Nagaraja, Order Statistics, 3rd ed., chapter 7). ValueError where n is too small for any such pair (n <
+    6 at 95 %).
+    """
+    count = len(values)
+    ordered = sorted(values)
+    tail, rank = 0.0, 0
+    while rank < count:
+        tail += math.comb(count, rank) / 2**count  # P(B <= rank)
+        if 2 * tail > 1 - confidence:
+            break
+        rank += 1
+    if rank == 0:
+        raise ValueError(f"{count} values give no {confidence:.0%} interval of their median")
+    return ordered[rank - 1], ordered[count - rank]
+
+
+def compare(
+    baseline: Callable[..., Any],
+    candidate: Callable[..., Any],
+    input_sets: Sequence[Sequence[Any]],
+    *,
+    device: torch.device | str,
+    pairs: int = 30,
+    min_block_ns: int = 2_000_000,
+    time_limit_s: float | None = None,
+    noise: float | None = None,
+    warmup: int = 3,
+    timer: Callable[[], int] = time.perf_counter_ns,
+) -> PairedResult:
+    """Time ``candidate`` against ``baseline``, both called as fn(*inputs).
+
+    A block is as many calls as last ``min_block_ns`` (ns), on one set of inputs; the sets take turns. A pair
+    is a block of each, on the same set, in the order A B, then B A, so that steady drift cancels. Blocks are
+    timed by the host's clock with the device synchronised at both ends: this is wall time per call, launches
+    and host work included, as a caller sees it, and calls within a block overlap as they do in a loop. Inputs
+    are handed over as they are: a callable that writes to them must stand being called again.
+
+    pairs: rounded up to an even number, so that both orders occur equally often. time_limit_s: stop after the
+    pair of pairs that passes it, but not before MIN_PAIRS. noise: from ``noise_floor``; None measures it
+    first, within a third of the time limit. ``timer``: clock in ns. Garbage collection is off while timing.
+    ValueError for fewer than MIN_PAIRS pairs or no inputs.
+    """
+    device = torch.device(device)
+    _check(input_sets, pairs)
+    started = timer()
+    if noise is None:
+        share = None if time_limit_s is None else time_limit_s / 3
+        noise = noise_floor(
+            baseline,
+            input_sets,
+            device=device,
+            pairs=pairs,
+            min_block_ns=min_block_ns,
+            time_limit_s=share,
+            warmup=warmup,
+            timer=timer,
+        )
+    deadline = math.inf if time_limit_s is None else started + time_limit_s * 1e9
+    with _clock_monitor(device) as monitor:
+        times, calls = _paired_times(
+            baseline, candidate, input_sets, device, pairs, min_block_ns, deadline, warmup, timer, monitor
+        )
+        clocks: dict[str, Any] = monitor.summary() if monitor is not None else {}
+    ratios = [before / after for before, after in times]
+    low, high = median_interval(ratios)
+    return PairedResult(
+        ratio=float(median(ratios)),
+        low=float(low),
+        high=float(high),
+        pairs=len(times),
+        baseline_ns=median(before for before, _ in times) / calls,
+        candidate_ns=median(after for _, after in times) / calls,
+        noise=float(noise),
+        clocks=clocks,
+        marked=_marks(clocks, pairs, len(times)),
+    )
+
+
+def noise_floor(
+    fn: Callable[..., Any],
+    input_sets: Sequence[Sequence[Any]],
+    *,
+    device: torch.device | str,
+    pairs: int = 30,
+    min_block_ns: int = 2_000_000,
+    time_limit_s: float | None = None,
+    warmup: int = 3,
+    timer: Callable[[], int] = time.perf_counter_ns,
+) -> float:
+    """Ratio, less 1, that this machine reports between ``fn`` and itself: half the width of the 95 % interval
+    of an A/A run, or how far that interval reaches from 1 where it lies to one side, at least MIN_NOISE.
+    Arguments as for ``compare``."""
+    same = compare(
+        fn,
+        fn,
+        input_sets,
+        device=device,
+        pairs=pairs,
+        min_block_ns=min_block_ns,
+        time_limit_s=time_limit_s,
+        noise=0.0,
+        warmup=warmup,
+        timer=timer,
+    )
+    bias = max(same.low - 1, 1 - same.high)
+    return max(MIN_NOISE, (same.high - same.low) / 2, bias)
+
+
+def _check(input_sets: Sequence[Sequence[Any]], pairs: int) -> None:
+    if not input_sets:
+        raise ValueError("timing needs at least one set of inputs")
+    if pairs < MIN_PAIRS:
+        raise ValueError(f"pairs={pairs}: a 95 % interval of a median needs at least {MIN_PAIRS}")
+
+
+def _paired_times(
+    baseline: Callable[..., Any],
+    candidate: Callable[..., Any],
+    input_sets: Sequence[Sequence[Any]],
+    device: torch.device,
+    pairs: int,
+    min_block_ns: int,
+    deadline: float,
+    warmup: int,
+    timer: Callable[[], int],
+    monitor: Any,
+) -> tuple[list[tuple[int, int]], int]:
+    """(baseline, candidate) time of each pair of blocks in ns, and the calls in a block."""
+
+    def block(fn: Callable[..., Any], inputs: Sequence[Any], calls: int) -> int:
+        _synchronize(device)
+        begin = timer()
+        for _ in range(calls):
+            fn(*inputs)
+        _synchronize(device)
+        return timer() - begin
+
+    for inputs in input_sets:
+        for fn in (baseline, candidate):
+            block(fn, inputs, warmup)
+    with _garbage_collection_off():
+        calls = max(
+            _calls_to_fill(min_block_ns, lambda n, fn=fn: block(fn, input_sets[0], n))  # type: ignore[misc]
+            for fn in (baseline, candidate)
+        )
+        times: list[tuple[int, int]] = []
+        for pair in range(pairs + pairs % 2):
+            # Only whole A B, B A sequences: after an odd number of pairs drift would favour one side.
+            if pair >= MIN_PAIRS and pair % 2 == 0 and timer() >= deadline:
+                break
+            # By twos, so that each set is measured in both orders whatever their number.
+            inputs = input_sets[pair // 2 % len(input_sets)]
+            if pair % 2 == 0:
+                before, after = block(baseline, inputs, calls), block(candidate, inputs, calls)
+            else:
+                after, before = block(candidate, inputs, calls), block(baseline, inputs, calls)
+            times.append((max(before, 1), max(after, 1)))
+            if monitor is not None:
+                monitor.sample()
+    return times, calls
+
+
+def _calls_to_fill(min_block_ns: int, block: Callable[[int], int]) -> int:
+    """Calls that last at least ``min_block_ns`` together, found by growing the block."""
+    calls = 1
+    while calls < _MAX_CALLS:
+        taken = block(calls)
+        if taken >= min_block_ns:
+            break
+        grown = math.ceil(1.1 * calls * min_block_ns / max(taken, 1))
+        calls = min(_MAX_CALLS, max(calls + 1, min(grown, 10 * calls)))
+    return calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+@contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _clock_monitor(device: torch.device) -> Iterator[Any]:
+    """A ClockMonitor on CUDA devices, None elsewhere."""
+    if device.type != "cuda":
+        yield None
+        return
+    from profiler_core.clocks import ClockMonitor
+
+    with ClockMonitor(device) as monitor:
+        monitor.sample()
+        yield monitor
+
+
+def _marks(clocks: dict[str, Any], asked: int, measured: int) -> tuple[str, ...]:
+    marks = []
+    if clocks.get("spread", 0.0) > CLOCK_SPREAD:
+        marks.append(
+            f"the SM clock moved between {clocks.get('sm_mhz_min')} and {clocks.get('sm_mhz_max')} MHz"
+        )
+    if clocks.get("throttled"):
+        marks.append(f"throttled: {', '.join(clocks['throttled'])}")
+    if measured < asked:
+        marks.append(f"stopped by the time limit after {measured} of {asked} pairs")
+    return tuple(marks)
