@@ -1,0 +1,140 @@
+"""`torch.compile(model, backend="profile_guided")`: the backend, and what happens when something goes wrong in it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxopt.options import Mode, OptionError, split_options
+from fxopt.report.model import GraphReport, remember
+from fxopt.torch_api import dynamo, inductor
+from fxopt.tuner import FxoptWarning, Tuner, warn
+
+__all__ = ["Backend", "FxoptWarning", "profile_guided"]
+
+
+class Backend:
+    """A torch.compile backend with its options. Callable as Dynamo calls one: `backend(gm, example_inputs)`.
+
+    on_report, if given, receives each graph's GraphReport.
+    """
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        session: bool = False,
+        on_report: Callable[[GraphReport], None] | None = None,
+    ) -> None:
+        self.options, self.mode, self.patches = split_options(
+            mode, options, inductor.config_keys(), inductor.list_modes(), session=session
+        )
+        self.session = session and self.options.freeze
+        self.on_report = on_report
+        self.calls = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.calls += 1
+        report = GraphReport()
+        try:
+            # Inductor takes its graph apart: the original is kept whole for the fallback.
+            fn = self._run(gm, example_inputs, report)
+        except dynamo.CONTROL_FLOW:
+            raise
+        except Exception as error:
+            if self.options.on_error == "raise":
+                raise
+            message = f"{_stage(report)} failed, so the model runs on plain Inductor: {type(error).__name__}: {error}"
+            warn(message)
+            report.source, report.decision = "fallback", "baseline"
+            report.messages.append(message)
+            fn = inductor.compile_plain(gm, example_inputs, self.patches)
+        remember(report)
+        if self.options.report is not None:
+            _write_report(self.options.report, report)
+        if self.on_report is not None:
+            self.on_report(report)
+        return fn
+
+    def _run(self, gm: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+        return Tuner(
+            dynamo.copy_graph(gm),
+            inputs,
+            self.options,
+            self.patches,
+            session=self.session,
+            may_measure=self.mode is Mode.TUNE,
+            report=report,
+        ).run()
+
+
+def _stage(report: GraphReport) -> str:
+    """The stage in which an error arose: the last one entered."""
+    return f"the stage {list(report.seconds)[-1]!r}" if report.seconds else "preparing"
+
+
+def _write_report(path: Any, report: GraphReport) -> None:
+    import json
+    import os
+
+    from fxopt.report.model import Report
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        draft.write_text(json.dumps(Report(graphs=[report]).to_json(), indent=1))
+        os.replace(draft, path)
+    except OSError as error:
+        warn(f"the report was not written to {path}: {error}; give another path with the option 'report'")
+
+
+_graphs_seen = 0
+
+
+def profile_guided(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that torch.compile finds by name.
+
+    mode: "tune" (default), "apply" (use plans, never measure), or one of Inductor's modes.
+    options: fxopt's options (see `fxopt options`) and Inductor's, which go to baseline and candidates alike.
+    A bad option is refused with the list of known ones, and the model runs on plain Inductor.
+    """
+    global _graphs_seen
+    _graphs_seen += 1
+    try:
+        backend = Backend(mode, options)
+    except OptionError as error:
+        if (options or {}).get("on_error") == "raise":
+            raise
+        warn(f"{error}. The model runs on plain Inductor.")
+        remember(GraphReport(messages=[str(error)]))
+        return inductor.compile_plain(gm, example_inputs, {})
+    return backend(gm, example_inputs)
+
+
+def _no_graph_reached() -> None:
+    if _graphs_seen == 0 and _asked_for_by_name():
+        import sys
+
+        print(
+            "fxopt: backend='profile_guided' was asked for, but no graph reached it: the model was never called, or "
+            "Dynamo left it to eager (an nn.LSTM does that). TORCH_LOGS=graph_breaks says where.",
+            file=sys.stderr,
+        )
+
+
+def _asked_for_by_name() -> bool:
+    return dynamo.backend_loaded("profile_guided")
+
+
+# Only torch.compile loads this module by name, and only a process that did so hears about it at its end.
+atexit.register(_no_graph_reached)

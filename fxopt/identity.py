@@ -1,0 +1,132 @@
+"""What a plan is keyed by: everything that can change which code is right or fastest for a graph."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import fxopt
+from fxopt.registry import Pass
+from fxopt.torch_api import inductor
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def graph_text(gm: fx.GraphModule) -> str:
+    """The graph without memory addresses, source lines or metadata: equal for equal graphs in any process."""
+    return _ADDRESS.sub("0x", str(gm.graph))
+
+
+def describe_input(value: Any) -> Any:
+    """Shape, stride, dtype, device and gradient of a tensor; the type, and the value of a plain scalar, of the rest."""
+    if isinstance(value, torch.Tensor):
+        return {
+            "shape": [str(size) for size in value.shape],
+            "stride": [str(stride) for stride in value.stride()],
+            "dtype": str(value.dtype),
+            "device": value.device.type,
+            "grad": value.requires_grad,
+            "type": type(value).__name__,
+        }
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return type(value).__name__
+
+
+def device_identity(device: torch.device) -> dict[str, Any]:
+    """The hardware that a decision holds for."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "name": properties.name,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "multiprocessors": properties.multi_processor_count,
+            "memory": properties.total_memory,
+            "driver": _driver(),
+        }
+    return {
+        "name": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _driver() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no NVML: the CUDA version still tells two stacks apart
+        return f"cuda {torch.version.cuda}"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "fxopt": fxopt.__version__, "python": platform.python_version()}
+    try:
+        found["triton"] = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        found["triton"] = ""
+    return found
+
+
+def torch_flags() -> dict[str, Any]:
+    """Process-wide settings of torch that change results or speed."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+
+
+def key_parts(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    device: torch.device,
+    deciding: Mapping[str, Any],
+    patches: Mapping[str, Any],
+    passes: Sequence[Pass],
+    session: bool,
+) -> dict[str, Any]:
+    """The parts of a plan's key, as JSON data."""
+    return {
+        "graph": graph_text(gm),
+        "inputs": [describe_input(value) for value in inputs],
+        "device": device_identity(device),
+        "versions": versions(),
+        "flags": torch_flags(),
+        "options": dict(deciding),
+        "inductor": {key: _spell(value) for key, value in sorted(patches.items())},
+        "inductor_config": inductor.config_fingerprint(),
+        "passes": [[p.name, p.fingerprint()] for p in passes],
+        "session": session,
+    }
+
+
+def _spell(value: Any) -> str:
+    uuid = getattr(value, "uuid", None)
+    return _ADDRESS.sub("0x", str(uuid()) if callable(uuid) else repr(value))

@@ -1,0 +1,333 @@
+"""The pass contract, registration, and discovery.
+
+A pass is a frozen dataclass whose fields are its options. It names the labels it answers and the stage it works
+at, finds candidates (each accepted or refused with a reason), rewrites one at a time, and may state what must hold
+afterwards. The manager does the rest: order, invariants, undoing, counting.
+
+    @register
+    @dataclass(frozen=True)
+    class MyPass(GraphPass):
+        name = "my_pass"
+        answers = frozenset({Axis.MEMORY_BOUND})
+        stage = Stage.JOINT
+
+        def candidates(self, graph, context): ...
+        def rewrite(self, graph, candidate, context): ...
+
+Packages of passes are found through the entry point group `fxopt.passes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+    from fxopt.labels import Axis, Label
+    from fxopt.verify import Budget, Precision
+
+ENTRY_POINT_GROUP = "fxopt.passes"
+
+
+class Stage(str, Enum):
+    """Where a pass works, in the order in which the stages run."""
+
+    CONFIG = "config"  # what is compiled, and with which Inductor options
+    JOINT = "joint"  # the graph after AOTAutograd, before Inductor's own passes
+    POST_GRAD = "post_grad"  # the graph after Inductor's joint passes, before its post-grad passes
+    RUNTIME = "runtime"  # the compiled callable
+
+    @property
+    def order(self) -> int:
+        return list(Stage).index(self)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place that a pass looked at: `target` names it; `refused` says why it was left alone ("" = accepted)."""
+
+    target: str
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did in one compilation.
+
+    matched: candidates accepted; rewritten: candidates that were rewritten, checked against the graph itself;
+    refused: (target, reason) for each one left alone; changed: whether the graph, configuration or callable differs;
+    error: why the pass was undone, "" if it was not.
+    """
+
+    name: str
+    stage: str
+    matched: int = 0
+    rewritten: int = 0
+    refused: tuple[tuple[str, str], ...] = ()
+    changed: bool = False
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PassReport:
+        known = {f.name for f in dataclasses.fields(PassReport)}
+        values = {key: value for key, value in data.items() if key in known}
+        values["refused"] = tuple((str(a), str(b)) for a, b in values.get("refused", ()))
+        return PassReport(**values)
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may know: the device, the precision asked for, the labels, and the measured graph's origins.
+
+    `origins` maps each node of the measured post-grad graph to the pre-grad nodes that it comes from. `static` holds the positions of inputs that are parameters or buffers; `mutated` of inputs the graph writes to;
+    `session` is true under `fxopt.optimize`, where weights may be held constant; `random` names nodes that draw
+    random numbers; `dynamic` is true where a size is symbolic.
+    """
+
+    device: torch.device
+    budget: Budget
+    labels: tuple[Label, ...] = ()
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    matrix_units: frozenset[str] = frozenset()
+    static: frozenset[int] = frozenset()
+    mutated: frozenset[int] = frozenset()
+    random: tuple[str, ...] = ()
+    dynamic: bool = False
+    session: bool = False
+    grad: bool = False
+
+    def labelled(self, axes: Iterable[Axis]) -> frozenset[str]:
+        """Names of the post-grad nodes that carry one of `axes`."""
+        wanted = frozenset(axes)
+        return frozenset(name for label in self.labels if label.axis in wanted for name in label.nodes)
+
+    def answers(self, node: fx.Node, axes: Iterable[Axis]) -> bool:
+        """Whether `node`, at any stage, stands for a labelled post-grad node.
+
+        By name, which joint and post-grad graphs share unless Inductor rewrote the node; then by the pre-grad
+        nodes that both come from.
+        """
+        names = self.labelled(axes)
+        if node.name in names:
+            return True
+        if node.name in self.origins:
+            return False
+        own = {source.name for source in node.meta.get("from_node", ())}
+        return bool(own) and any(own.intersection(self.origins.get(name, ())) for name in names)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a config pass asks for: Inductor options, and positions of inputs to hold constant."""
+
+    patches: Mapping[str, Any] = field(default_factory=dict)
+    freeze: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Base of all passes. Subclasses are frozen dataclasses; their fields are their options.
+
+    name: unique. answers: axes of the labels it consumes. stage: see `Stage`. precision: class that it needs.
+    after / before: names of passes it must follow or precede. enables: names of passes that may pay only together
+    with this one, so that it stays in the trial while it merely does no harm.
+    """
+
+    name: ClassVar[str] = ""
+    answers: ClassVar[frozenset[Axis]] = frozenset()
+    stage: ClassVar[Stage]
+    precision: ClassVar[Precision]
+    after: ClassVar[tuple[str, ...]] = ()
+    before: ClassVar[tuple[str, ...]] = ()
+    enables: ClassVar[tuple[str, ...]] = ()
+
+    def applicable(self, context: PassContext) -> str:
+        """Why the pass cannot be used here at all, "" if it can (a device it lacks, gradients, ...)."""
+        return ""
+
+    def options(self) -> dict[str, Any]:
+        """The pass's options and their values."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def fingerprint(self) -> str:
+        """Digest of the source and the options: an edited pass is another pass."""
+        try:
+            source = Path(inspect.getfile(type(self))).read_bytes()
+        except (OSError, TypeError):  # defined in a REPL or a notebook cell
+            source = type(self).__qualname__.encode() + _code_bytes(type(self))
+        digest = hashlib.sha256(source)
+        digest.update(repr(sorted(self.options().items())).encode())
+        return digest.hexdigest()
+
+
+def _code_bytes(cls: type) -> bytes:
+    parts = []
+    for value in vars(cls).values():
+        code = getattr(value, "__code__", None)
+        if code is not None:
+            parts.append(code.co_code + repr(code.co_consts).encode())
+    return b"".join(parts)
+
+
+class GraphPass(Pass):
+    """A pass over an fx.Graph, at the joint or post-grad stage."""
+
+    def candidates(self, graph: fx.Graph, context: PassContext) -> Iterable[Candidate]:
+        """Every place that the pass considers, accepted or refused with a reason. Must not change the graph."""
+        raise NotImplementedError
+
+    def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
+        """Rewrite the accepted candidate at `node`. New nodes get `meta["val"]` and provenance from the manager."""
+        raise NotImplementedError
+
+    def finish(self, graph: fx.Graph, context: PassContext) -> None:
+        """Tidy up after the last rewrite (dead code is removed by the manager)."""
+
+    def ensures(self, graph: fx.Graph, context: PassContext) -> None:
+        """Raise InvariantError if something that the pass promises does not hold."""
+
+
+class ConfigPass(Pass):
+    """A pass that changes what is compiled or how, rather than a node."""
+
+    def candidates(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], context: PassContext
+    ) -> Iterable[tuple[int, Candidate]]:
+        """(input position, candidate) for each place considered."""
+        raise NotImplementedError
+
+    def configure(self, accepted: Sequence[int], context: PassContext) -> Configuration:
+        """The configuration that answers the accepted candidates."""
+        raise NotImplementedError
+
+    def took_effect(self, compiled: Any, accepted: Sequence[int], context: PassContext) -> int:
+        """How many of the accepted candidates show in the compiled code. Counts, never what was asked for."""
+        raise NotImplementedError
+
+
+class RuntimePass(Pass):
+    """A pass over the compiled callable.
+
+    Positions (`inputs`, `context.static`, `compiled.mutated`) are in the callable's own argument order.
+    """
+
+    def refuse(self, compiled: Any, inputs: Sequence[Any], context: PassContext) -> str:
+        """Why the compiled code cannot be wrapped, "" if it can."""
+        return ""
+
+    def wrap(
+        self, fn: Callable[..., Any], inputs: Sequence[Any], compiled: Any, context: PassContext
+    ) -> Callable[..., Any]:
+        """A callable that does what `fn` does."""
+        raise NotImplementedError
+
+
+class InvariantError(RuntimeError):
+    """A pass broke what must hold; the message names the node and the rule."""
+
+
+class RegistryError(ValueError):
+    """A pass cannot be registered or found; the message names it and the remedy."""
+
+
+_registered: dict[str, type[Pass]] = {}
+P = TypeVar("P", bound=type[Pass])
+
+
+def register(cls: P) -> P:
+    """Class decorator: make a pass known by its name. Registering the same class again is harmless."""
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise RegistryError(f"{cls.__qualname__}: a pass must be a frozen dataclass; put @dataclass(frozen=True) on it")
+    if not cls.name:
+        raise RegistryError(f"{cls.__qualname__}: a pass needs a class attribute `name`")
+    if not isinstance(getattr(cls, "stage", None), Stage):
+        raise RegistryError(f"{cls.name}: `stage` must be one of {[s.value for s in Stage]}")
+    other = _registered.get(cls.name)
+    if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise RegistryError(
+            f"two passes are named {cls.name!r}: {other.__module__}.{other.__qualname__} and "
+            f"{cls.__module__}.{cls.__qualname__}; rename one"
+        )
+    _registered[cls.name] = cls
+    return cls
+
+
+def unregister(name: str) -> None:
+    """Forget a pass registered by decorator (for tests and notebooks)."""
+    _registered.pop(name, None)
+
+
+def discover() -> dict[str, type[Pass]]:
+    """All passes by name: those registered and those of the entry point group `fxopt.passes`.
+
+    An entry point that fails to load is skipped with a warning that names it: one broken package must not take
+    the others away.
+    """
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if point.name in _registered:
+            continue
+        try:
+            register(point.load())
+        except Exception as error:
+            warnings.warn(f"fxopt: the pass {point.name!r} ({point.value}) cannot be loaded: {error}", stacklevel=2)
+    return dict(_registered)
+
+
+def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
+    """Instances of the chosen passes, in an order that keeps stages and declared constraints."""
+    known = discover()
+    for name in (*(names or ()), *disable):
+        if name not in known:
+            raise RegistryError(f"no pass is named {name!r}; known passes: {', '.join(sorted(known))}")
+    chosen = [name for name in (names if names is not None else sorted(known)) if name not in set(disable)]
+    return order([known[name]() for name in chosen])
+
+
+def order(passes: Sequence[Pass]) -> list[Pass]:
+    """Sort by stage, then by the `after`/`before` constraints, then by name; a cycle is an error that names it."""
+    by_name = {p.name: p for p in passes}
+    follows: dict[str, set[str]] = {name: set() for name in by_name}
+    for p in passes:
+        follows[p.name].update(other for other in p.after if other in by_name)
+        for other in p.before:
+            if other in by_name:
+                follows[other].add(p.name)
+    for p in passes:
+        for other in follows[p.name]:
+            if by_name[other].stage.order > p.stage.order:
+                raise RegistryError(
+                    f"{p.name} (stage {p.stage.value}) must come after {other} (stage {by_name[other].stage.value}), "
+                    "which runs later; change the constraint or the stage"
+                )
+    done: list[str] = []
+    left = sorted(by_name, key=lambda name: (by_name[name].stage.order, name))
+    while left:
+        ready = next((name for name in left if follows[name] <= set(done)), None)
+        if ready is None:
+            raise RegistryError(f"the order constraints of these passes form a cycle: {_cycle(follows, left)}")
+        left.remove(ready)
+        done.append(ready)
+    return [by_name[name] for name in done]
+
+
+def _cycle(follows: Mapping[str, set[str]], left: Sequence[str]) -> str:
+    path = [left[0]]
+    while True:
+        following = next(name for name in sorted(follows[path[-1]]) if name in left)
+        if following in path:
+            return " -> ".join([*path[path.index(following) :], following])
+        path.append(following)

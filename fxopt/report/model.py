@@ -1,0 +1,151 @@
+"""What fxopt did to a model and why, as data: one GraphReport a graph that reached the backend."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxopt.labels import Label
+    from fxopt.measure import PairedResult
+    from fxopt.registry import PassReport
+    from fxopt.verify import Verdict
+    from profiler_core.profile import Profile
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class CandidateReport:
+    """One candidate that was compiled: what it consists of, whether it is right, and whether it is faster.
+
+    outcome: "kept" (part of the final code), "rejected" (right or wrong, not wanted), "failed" (could not be built).
+    paired compares it with the best code at that time, kernel_ns is the sum of its kernel times per call.
+    """
+
+    name: str
+    passes: list[str]
+    reports: list[PassReport] = field(default_factory=list)
+    verdict: Verdict | None = None
+    paired: PairedResult | None = None
+    kernel_ns: float | None = None
+    outcome: str = "failed"
+    reason: str = ""
+    compile_seconds: float = 0.0
+
+
+@dataclass
+class GraphReport:
+    """The whole story of one graph.
+
+    decision: "baseline" (Inductor's own code) or "candidate". source: "tuned" (measured now), "plan" (found on disk),
+    "apply" (no plan, and measuring not allowed), "fallback" (something failed; `messages` says what).
+    Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster).
+    """
+
+    key: str = ""
+    decision: str = "baseline"
+    source: str = "fallback"
+    compile_id: str = ""
+    profile: Profile | None = None
+    labels: list[Label] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    candidates: list[CandidateReport] = field(default_factory=list)
+    out_of_reach: list[str] = field(default_factory=list)
+    baseline_wall_ns: float | None = None
+    kept_wall_ns: float | None = None
+    baseline_kernel_ns: float | None = None
+    kept_kernel_ns: float | None = None
+    ratio: PairedResult | None = None
+    verdict: Verdict | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    plan_path: str = ""
+    messages: list[str] = field(default_factory=list)
+    frozen: bool = False
+    output_copies: int | None = None
+    memory_bytes: int | None = None
+    calls_to_pay: float | None = None
+
+    @property
+    def passes(self) -> list[str]:
+        """Names of the passes in the kept code."""
+        return list(self.candidates[-1].passes) if self.decision == "candidate" and self.candidates else []
+
+    @property
+    def speedup(self) -> float:
+        """Wall time of the baseline over that of the kept code; 1.0 where the baseline is kept."""
+        return self.ratio.ratio if self.ratio is not None and self.decision == "candidate" else 1.0
+
+
+@dataclass
+class Report:
+    """All graphs of one model (a model with graph breaks has several)."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data. The profile appears as its own JSON form."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "messages": list(self.messages),
+            "graphs": [to_plain(graph) for graph in self.graphs],
+        }
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, enums and tuples as JSON data; objects with `to_json` in their own form. NaN becomes null."""
+    if hasattr(value, "to_json"):
+        return to_plain(value.to_json())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return str(value)
+
+
+#: reports of graphs compiled through torch.compile, the newest last; bounded, so that a long process does not grow
+_recent: deque[GraphReport] = deque(maxlen=64)
+
+
+def remember(report: GraphReport) -> None:
+    _recent.append(report)
+
+
+def recent_reports() -> list[GraphReport]:
+    """Reports of the latest graphs that `profile_guided` compiled in this process, the newest last (64 at most)."""
+    return list(_recent)
+
+
+def last_report() -> Report:
+    """The newest graph's report. Raises LookupError where no graph has reached the backend."""
+    if not _recent:
+        raise LookupError(
+            "no graph has reached the profile_guided backend in this process: either the model has not been called "
+            "yet, or Dynamo left it to eager (an nn.LSTM does that); TORCH_LOGS=graph_breaks says where"
+        )
+    return Report(graphs=[_recent[-1]])
+
+
+@contextlib.contextmanager
+def phase(report: GraphReport, name: str) -> Any:
+    """Add the time of the enclosed block to `report.seconds[name]`."""
+    import time
+
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started

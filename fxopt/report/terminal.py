@@ -1,0 +1,358 @@
+"""The report as text: fits 80 columns, reads the same without colour, in a pipe or on a terminal.
+
+Nothing here computes a result; every number comes from the report. Names of kernels, files and nodes are
+put into `rich.text.Text` objects, which never interpret markup, so that a name such as
+``extern_kernels[red]`` prints as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+    from fxopt.report.model import CandidateReport, GraphReport, Report
+
+TOP = 10
+"""Rows shown of each ranking; the profile in the report holds all of them."""
+LABELS_PER_AXIS = 3
+"""Labels shown in full for one axis: 48 GEMMs of 12 identical layers get 48 labels that say the same."""
+
+
+def duration(ns: float | None) -> str:
+    """A time given in nanoseconds, with three significant digits and the unit that suits it."""
+    if ns is None or ns != ns:
+        return "-"
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        # 999.5 us would print as "1000 us" at three digits, so it goes to the next unit.
+        if abs(ns) >= size * 0.9995:
+            return f"{_three_digits(ns / size)} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+
+
+def seconds(value: float | None) -> str:
+    """A time given in seconds, for budgets: ``0.4 s``, ``47 s``, ``3 min 20 s``."""
+    if value is None or value != value:
+        return "-"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+
+
+def size(count: float) -> str:
+    """A number of bytes in MiB or GiB."""
+    mib = count / 2**20
+    return f"{_three_digits(mib)} MiB" if mib < 1000 else f"{_three_digits(mib / 1024)} GiB"
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut the middle out of a long name: kernels share their beginnings, and differ at the end."""
+    if len(text) <= width:
+        return text
+    if width <= 3:
+        return text[:width]
+    head = (width - 3 + 1) // 2
+    tail = width - 3 - head
+    return f"{text[:head]}...{text[len(text) - tail :] if tail else ''}"
+
+
+def place(file: str, line: int, width: int = 40) -> str:
+    """``modeling_gpt2.py:123``: the file's own name and the line; ``-`` where no user frame is known."""
+    return shorten(f"{PurePath(file).name}:{line}", width) if file else "-"
+
+
+def scientific(value: float | None) -> str:
+    """An error: two digits and an exponent; ``-`` where it was not measured."""
+    return "-" if value is None else f"{value:.1e}"
+
+
+def render(report: Report, console: Console) -> None:
+    """Print `report` (fxopt.report.model.Report) on a rich console.
+
+    Says so loudly when the model gave no graph at all, since everything then ran as if fxopt were not there.
+    """
+    if not report.graphs:
+        _say(
+            console,
+            "No graph reached fxopt: the model ran as it is, and nothing was measured or changed.",
+            "bold",
+        )
+        _say(
+            console,
+            "TorchDynamo leaves some modules (nn.LSTM, nn.GRU, nn.RNN) to eager mode, and graph breaks or "
+            "disabled regions can hide the rest; TORCH_LOGS=graph_breaks shows where.",
+        )
+    for index, graph in enumerate(report.graphs):
+        if index:
+            console.print()
+        _graph(graph, index, len(report.graphs), console)
+    for message in getattr(report, "messages", None) or ():
+        _say(console, f"! {message}")
+
+
+def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None:
+    _say(console, f"Graph {index + 1} of {count}, key {graph.key[:12]}: {_decision(graph)}", "bold")
+    _say(console, f"Decided by: {_SOURCES.get(graph.source, graph.source)}.", indent=2)
+    if graph.kept_wall_ns is not None:
+        _say(console, _times(graph), indent=2)
+    if graph.ratio is not None:
+        _say(console, f"Paired: {_paired(graph.ratio)}.", indent=2)
+    if graph.verdict is not None:
+        _say(console, f"Numerics: {_verdict(graph.verdict)}.", indent=2)
+    if graph.frozen:
+        _say(console, "The weights are frozen into the code: later changes to them have no effect.", indent=2)
+    if graph.output_copies:
+        _say(
+            console,
+            f"{graph.output_copies} output(s) copied out of the CUDA graph's memory on each call.",
+            indent=2,
+        )
+    if graph.memory_bytes:
+        _say(console, f"The kept code holds {size(graph.memory_bytes)} more memory.", indent=2)
+    if graph.calls_to_pay is not None:
+        _say(console, f"Tuning has paid for itself after {graph.calls_to_pay:,.0f} calls.", indent=2)
+    if graph.profile is not None:
+        _profile(graph.profile, console)
+    if graph.profile is not None or graph.labels:
+        _labels(graph, console)
+    if graph.candidates:
+        _heading(console, "What each candidate and pass did")
+        for candidate in graph.candidates:
+            _candidate(candidate, console)
+    if graph.out_of_reach:
+        _heading(console, "Out of reach here")
+        for line in graph.out_of_reach:
+            _say(console, f"- {line}", indent=2)
+    for message in graph.messages:
+        _say(console, f"! {message}", indent=2)
+    if graph.seconds:
+        spent = ", ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in graph.seconds.items())
+        _say(console, f"Time spent: {spent}; {seconds(sum(graph.seconds.values()))} together.", indent=2)
+    if graph.plan_path:
+        _say(console, f"Plan: {graph.plan_path}", indent=2)
+
+
+_SOURCES = {
+    "tuned": "measuring in this process",
+    "plan": "a plan on disk; nothing was measured in this process",
+    "apply": "mode 'apply', which uses plans and never measures",
+    "fallback": "a failure on the way; plain Inductor runs (see the messages below)",
+}
+
+
+def _decision(graph: GraphReport) -> str:
+    if graph.decision != "candidate":
+        return "kept the baseline (plain Inductor)"
+    kept = [c.name for c in graph.candidates if c.outcome == "kept"]
+    return f"kept {', '.join(kept)}" if kept else "kept a candidate"
+
+
+def _times(graph: GraphReport) -> str:
+    parts = [f"Wall a call: {duration(graph.kept_wall_ns)} (baseline {duration(graph.baseline_wall_ns)})"]
+    if graph.kept_kernel_ns is not None:
+        parts.append(f"kernel sum {duration(graph.kept_kernel_ns)} (baseline {duration(graph.baseline_kernel_ns)})")
+    return ", ".join(parts) + "."
+
+
+def _paired(paired: Any) -> str:
+    text = (
+        f"{paired.ratio:.2f}x the baseline's speed (95 % interval {paired.low:.2f} to {paired.high:.2f}, "
+        f"{paired.pairs} pairs, noise {100 * paired.noise:.1f} %)"
+    )
+    return text + "".join(f"; marked: {mark}" for mark in paired.marked)
+
+
+def _verdict(verdict: Any) -> str:
+    text = (
+        f"{'right' if verdict.ok else 'WRONG'}: relative L2 error {scientific(verdict.rel_l2)} against fp64 "
+        f"(baseline {scientific(verdict.baseline_rel_l2)}, limit {scientific(verdict.limit)}), "
+        f"largest error {scientific(verdict.max_abs)}, "
+        f"NaN and Inf {'agree' if verdict.nan_agree else 'DIFFER'}"
+    )
+    if verdict.top1 is not None:
+        text += f", top-1 agreement {100 * verdict.top1:.1f} %"
+    text += f", {verdict.checked} input set(s)"
+    return text + (f"; {verdict.reason}" if verdict.reason and not verdict.ok else "")
+
+
+# ---- where the time goes ----
+
+
+def _profile(profile: Any, console: Console) -> None:
+    _heading(
+        console,
+        f"Where the time goes: {100 * profile.attributed_share:.1f} % of kernel time attributed to FX nodes "
+        f"({duration(profile.kernel_ns)} of kernels in a call of {duration(profile.wall_ns)})",
+    )
+    # Both tables fill the width given, 80 columns at least: the middle column takes what the numbers leave.
+    names = max(30, console.width - 46)
+    groups = profile.groups().sort_values("time_ns", ascending=False).head(TOP)
+    table = _table("time", "share", "FX nodes of one kernel", "module", numbers=2)
+    for row in groups.to_dict("records"):
+        module = str(row["module_path"]) or place(str(row["file"]), int(row["line"]), 24)
+        table.add_row(
+            *_cells(
+                duration(row["time_ns"]),
+                f"{100 * row['share']:.1f} %",
+                shorten(_node_names(row["nodes"], names), names),
+                shorten(module, 24),
+            )
+        )
+    console.print(table)
+    table = _table("time", "share", "source line", "at", numbers=2)
+    for row in by_source_line(profile.nodes).head(TOP).to_dict("records"):
+        at = place(str(row["file"]), int(row["line"]), 24)
+        source = " ".join(str(row["source"]).split()) or "(no source line known)"
+        table.add_row(*_cells(duration(row["time_ns"]), f"{100 * row['share']:.1f} %", shorten(source, names), at))
+    console.print(table)
+    if bool(profile.nodes["estimate"].any()):
+        _say(console, "Lines that share a fused kernel: its time split by bytes moved, an estimate.", indent=2)
+    unattributed = profile.unattributed()
+    if profile.unattributed_ns > 0 and len(unattributed):
+        per_call = profile.unattributed_ns / max(profile.iterations, 1)
+        _say(console, f"Unattributed: {duration(per_call)} a call, in:", indent=2)
+        for row in unattributed.head(5).to_dict("records"):
+            _say(console, f"- {shorten(str(row['name']), 70)}", indent=4)
+
+
+def by_source_line(nodes: pd.DataFrame) -> pd.DataFrame:
+    """Time per call by source line: columns file, line, source, time_ns, share; largest first.
+
+    `nodes` is `Profile.nodes`. A line that runs once a layer is one row here: the sum over the layers.
+    """
+    timed = nodes[nodes["time_ns"] > 0]
+    lines = timed.groupby(["file", "line", "source"], sort=False, as_index=False)[["time_ns", "share"]].sum()
+    return lines.sort_values("time_ns", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def _node_names(nodes: Sequence[str], width: int) -> str:
+    """As many node names as fit, the rest counted: ``add_3, mul_2 +4``."""
+    shown = ""
+    for index, name in enumerate(nodes):
+        rest = len(nodes) - index - 1
+        longer = f"{shown}, {name}" if shown else name
+        if shown and len(longer) + (len(f" +{rest}") if rest else 0) > width:
+            return f"{shown} +{len(nodes) - index}"
+        shown = longer
+    return shown
+
+
+# ---- labels ----
+
+
+def _labels(graph: GraphReport, console: Console) -> None:
+    _heading(console, "What limits it")
+    if not graph.labels:
+        _say(console, "No rule fired.", indent=2)
+    by_axis: dict[str, list[Any]] = {}
+    for label in sorted(graph.labels, key=lambda label: -label.headroom_ns):
+        by_axis.setdefault(_value(label.axis), []).append(label)
+    for axis, labels in by_axis.items():
+        headroom = sum(label.headroom_ns for label in labels)
+        where = "the graph" if labels[0].scope == "graph" else f"{len(labels)} kernel(s)"
+        _say(console, f"{axis}: {where}, could save up to {duration(headroom)} a call.", indent=2)
+        for label in labels[:LABELS_PER_AXIS]:
+            name = "graph" if label.scope == "graph" else shorten(label.launch or _node_names(label.nodes, 44), 44)
+            _say(console, f"- {name}, {duration(label.headroom_ns)}, confidence {label.confidence}", indent=4)
+            if label is labels[0]:
+                _say(console, label.why, indent=6)
+            _say(console, "; ".join(_evidence(evidence) for evidence in label.evidence), indent=6)
+        if len(labels) > LABELS_PER_AXIS:
+            _say(console, f"- and {len(labels) - LABELS_PER_AXIS} more", indent=4)
+    for line, count in Counter(graph.missing).items():
+        _say(console, f"- {line}" + (f" ({count} times)" if count > 1 else ""), indent=2)
+
+
+def _evidence(evidence: Any) -> str:
+    text = f"{evidence.metric} = {_quantity(evidence.value, evidence.unit)}"
+    if evidence.threshold is not None:
+        text += f" (threshold {_quantity(evidence.threshold, evidence.unit)})"
+    return f"{text}, {evidence.source}"
+
+
+def _quantity(value: float, unit: str) -> str:
+    if unit == "ns":
+        return duration(value)
+    # "1" is the unit of a plain ratio.
+    return f"{value:.3g}" if unit in ("", "1") else f"{value:.3g} {unit}"
+
+
+# ---- candidates and passes ----
+
+
+def _candidate(candidate: CandidateReport, console: Console) -> None:
+    reason = f": {candidate.reason}" if candidate.reason else ""
+    _say(console, f"{candidate.name}: {candidate.outcome}{reason}", "bold", indent=2)
+    for report in candidate.reports:
+        text = f"- pass {report.name} ({_value(report.stage)}): matched {report.matched}"
+        text += f", rewritten {report.rewritten}"
+        _say(console, text + (f", refused {len(report.refused)}" if report.refused else ""), indent=4)
+        for why, targets in _refusals(report.refused):
+            _say(console, f"refused {_node_names(targets, 30)}: {why}", indent=8)
+        if report.error:
+            _say(console, f"failed: {report.error}", indent=8)
+    if candidate.verdict is not None:
+        _say(console, f"- {_verdict(candidate.verdict)}", indent=4)
+    if candidate.paired is not None:
+        _say(console, f"- {_paired(candidate.paired)}", indent=4)
+    if candidate.kernel_ns is not None:
+        _say(console, f"- kernel sum {duration(candidate.kernel_ns)} a call", indent=4)
+    if candidate.compile_seconds:
+        _say(console, f"- compiled in {seconds(candidate.compile_seconds)}", indent=4)
+
+
+def _refusals(refused: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Refused targets by reason, the most frequent reason first: twelve layers refuse for one reason."""
+    by_reason: dict[str, list[str]] = {}
+    for target, why in refused:
+        by_reason.setdefault(why, []).append(target)
+    return sorted(by_reason.items(), key=lambda item: -len(item[1]))
+
+
+# ---- rich ----
+
+
+def _value(name: Any) -> str:
+    """An enum member's value; anything else as it prints."""
+    return str(getattr(name, "value", name))
+
+
+def _say(console: Console, text: str, style: str = "", indent: int = 0) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print(Padding(Text(text, style=style), (0, 0, 0, indent), expand=False))
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    _say(console, text, "bold")
+
+
+def _table(*columns: str, numbers: int) -> Any:
+    """A plain table whose first `numbers` columns are right-aligned numbers."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if index < numbers else "left", no_wrap=True)
+    return table
+
+
+def _cells(*texts: str) -> list[Any]:
+    from rich.text import Text
+
+    return [Text(text) for text in texts]

@@ -1,0 +1,244 @@
+"""What Dynamo hands a backend: the graph, its placeholders' origins, and the state that compiling touches.
+
+Tested with torch 2.11 and 2.13. Everything here works on the objects of the current backend call and leaves
+no trace: contexts are restored on every way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo.exc
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+
+class GraphUnsupported(RuntimeError):
+    """The graph cannot be handled in the way asked for; the message says why."""
+
+
+#: How Dynamo says "trace this frame again, differently" from inside a backend: never an error of the backend's.
+CONTROL_FLOW: tuple[type[BaseException], ...] = (
+    torch._dynamo.exc.RestartAnalysis,
+    torch._dynamo.exc.SkipFrame,
+)
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """The graph's inputs, in calling order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """An independent copy of a Dynamo graph that `compile_fx` may take apart.
+
+    `copy.deepcopy` loses what Dynamo hangs on the module and on its placeholders; without it AOTAutograd takes no
+    input to be static, and CUDA graphs would copy every weight on each replay. Parameters, buffers and submodules
+    are shared with the original, never copied.
+    """
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for key in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, key):
+            setattr(copied, key, dict(getattr(gm, key)))
+    copied.meta = dict(gm.meta)
+    for old, new in zip(placeholders(gm), placeholders(copied), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return copied
+
+
+def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
+    """Positions of the inputs that Dynamo lifted from a module: parameters and buffers.
+
+    Their storage stays where it is from call to call unless the user replaces it.
+    """
+    found = set()
+    for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
+        tensor_dict = node.meta.get("tensor_dict") or {}
+        if isinstance(value, torch.nn.Parameter) or tensor_dict.get("_dynamo_static_input_type"):
+            found.add(index)
+    return frozenset(found)
+
+
+def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozenset[int]) -> list[int]:
+    """Turn the inputs at `positions` into attributes of `gm`, in place; return the positions still to be passed.
+
+    Dynamo lifts parameters to inputs before a backend runs unless a process-wide flag forbids it, and Inductor
+    freezes only attributes. Putting them back per graph needs no flag. `gm` must be a copy of Dynamo's graph.
+    """
+    sources = dict(getattr(gm, "_param_name_to_source", {}) or {})
+    seen: set[Any] = set()
+    kept = []
+    for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
+        source = getattr(node, "_dynamo_source", None)
+        if index not in positions or not isinstance(value, torch.Tensor) or source is None or source in seen:
+            kept.append(index)
+            continue
+        seen.add(source)
+        name = f"_fxopt_frozen_{index}"
+        if isinstance(value, torch.nn.Parameter):
+            gm.register_parameter(name, value)
+        else:
+            gm.register_buffer(name, value)
+        sources[name] = source
+        with gm.graph.inserting_before(node):
+            attribute = gm.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        gm.graph.erase_node(node)
+    gm._param_name_to_source = sources  # type: ignore[assignment]
+    gm.recompile()
+    return kept
+
+
+def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:
+    """Whether any input, or any size of one, is symbolic (a dynamic shape)."""
+    if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in inputs):
+        return True
+    for node in placeholders(gm):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.SymInt):
+            return True
+        if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            return True
+    return False
+
+
+def concrete(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs as a real call passes them: symbolic numbers by the value they were traced with, without a guard."""
+    return [_hint(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value for value in inputs]
+
+
+def _hint(value: Any) -> Any:
+    hint = value.node.hint
+    if hint is None:
+        raise GraphUnsupported(f"the input {value} has no value before the program runs, so it cannot be measured")
+    return hint
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Run real code from inside a backend call: no fake tensors and no tracing context, as in a normal call."""
+    with tracing(None), unset_fake_temporarily():
+        yield
+
+
+@dataclass
+class CompileScope:
+    """What one compilation left in the tracing state, filled in when `isolated` ends."""
+
+    new_guards: int = 0
+    mutated_inputs: frozenset[int] | None = None  # None: not known
+    context: TracingContext | None = None
+
+    def adopt(self) -> None:
+        """Hand the guards that AOTAutograd asked for to the enclosing trace: call it for the code that is kept."""
+        outer = TracingContext.try_get()
+        if outer is None or self.context is None:
+            return
+        known = outer.guards_context.aotautograd_guards
+        known.extend(g for g in self.context.guards_context.aotautograd_guards if g not in known)
+        outer.fw_metadata = self.context.fw_metadata
+        outer.output_strides = self.context.output_strides
+
+
+_SCALARS = (bool, int, type(None))
+
+
+def _snapshot(shape_env: Any) -> dict[str, Any]:
+    saved: dict[str, Any] = {}
+    for name, value in vars(shape_env).items():
+        if isinstance(value, _SCALARS):
+            saved[name] = value
+        elif isinstance(value, (MutableSequence, MutableMapping, MutableSet)):  # torch's OrderedSet is no `set`
+            saved[name] = copy.copy(value)
+    return saved
+
+
+@contextlib.contextmanager
+def isolated(*, keep_guards: bool) -> Iterator[CompileScope]:
+    """One compilation with its own tracing context; with `keep_guards` false its shape guards are taken back.
+
+    Every compile of one backend call shares Dynamo's ShapeEnv: a candidate that specialises a dynamic size would
+    otherwise leave its guard in the code that is kept, and force a recompile. `scope.new_guards` counts the guards
+    and replacements that appeared.
+    """
+    outer = TracingContext.try_get()
+    scope = CompileScope()
+    if outer is None:
+        yield scope
+        return
+    inner = copy.copy(outer)
+    inner.guards_context = copy.copy(outer.guards_context)
+    inner.guards_context.aotautograd_guards = []
+    inner.fw_metadata = None
+    inner.output_strides = None
+    inner.params_flat = None
+    inner.params_flat_unwrap_subclasses = None
+    inner.params_unwrapped_to_flat_index = None
+    scope.context = inner
+    shape_env = outer.fake_mode.shape_env if outer.fake_mode is not None else None
+    saved = _snapshot(shape_env) if shape_env is not None else {}
+    cleanup = shape_env.cleanup if shape_env is not None else None
+    try:
+        if shape_env is not None:
+            # `tracing` cleans the ShapeEnv up on exit, which belongs to the end of Dynamo's own trace.
+            shape_env.cleanup = lambda: None  # type: ignore[method-assign]
+        with tracing(inner):
+            yield scope
+    finally:
+        if shape_env is not None:
+            del shape_env.cleanup
+            assert cleanup is not None
+            scope.new_guards = (len(shape_env.guards) - len(saved["guards"])) + (
+                len(shape_env.replacements) - len(saved["replacements"])
+            )
+            if not keep_guards and scope.new_guards:
+                version = getattr(shape_env, "_version_counter", 0)
+                vars(shape_env).update(saved)
+                # Caches inside the ShapeEnv are keyed by this counter: it must move forward, never back.
+                if hasattr(shape_env, "_version_counter"):
+                    shape_env._version_counter = version + 1
+        metadata = inner.fw_metadata
+        if metadata is not None:
+            scope.mutated_inputs = frozenset(
+                index
+                for index, info in enumerate(metadata.input_info)
+                if info.mutates_data or info.mutates_metadata or getattr(info, "mutates_storage_metadata", False)
+            )
+
+
+def random_operations(gm: fx.GraphModule) -> list[str]:
+    """Names of the graph's nodes that draw random numbers, as far as their target says so."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        if any(word in target for word in ("rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")):
+            found.append(node.name)
+        elif "dropout" in target:
+            training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+            probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+            if training and probability:
+                found.append(node.name)
+    return found
+
+
+def current_compile_id() -> str:
+    """Dynamo's id of the compilation under way ("0/0"), or "" outside one."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return str(compile_id) if compile_id is not None else ""
+
+
+def backend_loaded(name: str) -> bool:
+    """Whether torch.compile was asked for the backend `name` in this process."""
+    from torch._dynamo.backends import registry
+
+    return name in registry._COMPILER_FNS

@@ -1,0 +1,204 @@
+"""Inductor: one compilation of a Dynamo graph, its configuration, and the custom-pass slots.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fxopt.torch_api import dynamo
+
+#: Inductor's slots that take a pass over an fx.Graph, by fxopt's name of the stage.
+SLOTS = {"joint": "joint_custom_pre_pass", "post_grad": "post_grad_custom_pre_pass"}
+
+__all__ = [
+    "SLOTS",
+    "Compiled",
+    "CustomGraphPass",
+    "compile_graph",
+    "compile_plain",
+    "config_fingerprint",
+    "config_keys",
+    "installed_pass",
+    "list_modes",
+]
+
+
+@dataclass
+class Compiled:
+    """The result of one compilation.
+
+    fn: takes the inputs at `kept` (all of them unless weights were frozen) as positional arguments and returns a
+        list or tuple of outputs, exactly as Inductor made it.
+    kept: positions of Dynamo's inputs that `fn` takes, or None for all of them.
+    graph: Inductor's CompiledFxGraph, None where a cache served the code or the graph was empty.
+    post_grad: the graph that Inductor lowered, None on a cache hit.
+    new_guards: shape guards that this compilation added (a dynamic size that it specialised).
+    mutated: positions, in `fn`'s own argument order, of the inputs that it writes to; None where AOTAutograd's cache
+        served the code and did not say (never with `capture`).
+    """
+
+    fn: Callable[..., Any]
+    kept: list[int] | None
+    graph: Any
+    post_grad: fx.GraphModule | None
+    new_guards: int
+    mutated: frozenset[int] | None
+    seconds: float
+    frozen: frozenset[int]
+    scope: dynamo.CompileScope
+    placeholders: int | None = None
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def flat(self) -> Callable[..., Any]:
+        """A callable over all of Dynamo's inputs, which is `fn` itself wherever nothing was frozen."""
+        if self.kept is None:
+            return self.fn
+        fn, kept = self.fn, self.kept
+        if len(kept) == 1:
+            only = kept[0]
+            return lambda *args: fn(args[only])
+        return lambda *args: fn(*[args[i] for i in kept])
+
+
+def config_keys() -> frozenset[str]:
+    """Names of every Inductor option."""
+    return frozenset(inductor_config.get_config_copy())
+
+
+def list_modes() -> dict[str, dict[str, Any]]:
+    """torch.compile's modes and the options that each stands for."""
+    return {name: dict(patches) for name, patches in torch._inductor.list_mode_options().items()}
+
+
+def config_fingerprint() -> str:
+    """A digest of Inductor's whole configuration, for cache keys."""
+    import hashlib
+
+    saved = inductor_config.save_config_portable()
+    text = repr(sorted((key, repr(value)) for key, value in saved.items() if not key.endswith("_dir")))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def installed_pass(stage: str, patches: Mapping[str, Any]) -> Any:
+    """What a user has already put into the slot of `stage`, by options or by configuration; None if nothing."""
+    slot = SLOTS[stage]
+    return patches[slot] if slot in patches else getattr(inductor_config, slot)
+
+
+class _Capture:
+    """An `inner_compile` that keeps what Inductor was given and what it made."""
+
+    def __init__(self) -> None:
+        self.graph: Any = None
+        self.post_grad: fx.GraphModule | None = None
+        self.calls = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        output = compile_fx_inner(gm, example_inputs, **kwargs)
+        self.calls += 1
+        if self.calls == 1:
+            self.graph, self.post_grad = output, gm
+        return output
+
+
+@contextlib.contextmanager
+def _autograd_cache(enabled: bool) -> Iterator[None]:
+    if enabled:
+        yield
+    else:
+        with functorch_config.patch(enable_autograd_cache=False):
+            yield
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    slots: Mapping[str, CustomGraphPass] | None = None,
+    freeze: frozenset[int] = frozenset(),
+    capture: bool = False,
+    caches: bool = True,
+    keep_guards: bool = False,
+) -> Compiled:
+    """Compile a copy of Dynamo's graph with Inductor; `gm` itself is left as it was.
+
+    patches: Inductor options for this compilation alone.
+    slots: custom passes by stage; they must already chain what a user has installed (see `installed_pass`).
+    freeze: positions of the inputs to hold constant, folded by Inductor's freezing (inference only).
+    capture: ask for `graph` and `post_grad`; AOTAutograd's cache is passed by if it would hide them.
+    caches: False compiles afresh whatever the caches hold.
+    keep_guards: leave the shape guards that compiling adds (for the code that will be kept).
+
+    Raises whatever Inductor raises.
+    """
+    started = time.perf_counter()
+    options = dict(patches)
+    options.setdefault("trace.provenance_tracking_level", 1)
+    for stage, custom in (slots or {}).items():
+        options[SLOTS[stage]] = custom
+    if freeze:
+        options["freezing"] = True
+    if not caches:
+        options["force_disable_caches"] = True
+
+    def attempt(autograd_cache: bool) -> tuple[Callable[..., Any], list[int] | None, _Capture, dynamo.CompileScope]:
+        copied = dynamo.copy_graph(gm)
+        kept: list[int] | None = None
+        arguments = list(inputs)
+        if freeze:
+            kept = dynamo.freeze_inputs(copied, inputs, freeze)
+            arguments = [inputs[index] for index in kept]
+        seen = _Capture()
+        with dynamo.isolated(keep_guards=keep_guards) as scope, _autograd_cache(autograd_cache):
+            fn: Any = compile_fx(copied, arguments, inner_compile=seen, config_patches=options)
+        return fn, kept, seen, scope
+
+    fn, kept, seen, scope = attempt(autograd_cache=caches)
+    if capture and caches and seen.calls == 0:
+        # AOTAutograd's cache served the code without asking Inductor; the graph is needed, so ask again.
+        fn, kept, seen, scope = attempt(autograd_cache=False)
+
+    graph = seen.graph if hasattr(seen.graph, "source_code") else None
+    offset = len(inputs) - len(kept) if kept is not None else 0
+    return Compiled(
+        fn=fn,
+        kept=kept,
+        graph=graph,
+        post_grad=seen.post_grad,
+        new_guards=scope.new_guards,
+        # AOTAutograd numbers frozen parameters before the remaining inputs.
+        mutated=(
+            None
+            if scope.mutated_inputs is None
+            else frozenset(index - offset for index in scope.mutated_inputs if index >= offset)
+        ),
+        seconds=time.perf_counter() - started,
+        frozen=frozenset(range(len(inputs))) - frozenset(kept) if kept is not None else frozenset(),
+        scope=scope,
+        placeholders=_count_placeholders(seen.post_grad),
+        constants=dict(getattr(graph, "constants", None) or {}),
+    )
+
+
+def _count_placeholders(gm: fx.GraphModule | None) -> int | None:
+    return None if gm is None else sum(node.op == "placeholder" for node in gm.graph.nodes)
+
+
+def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
+    """Plain Inductor, as `torch.compile` would run it: the fallback of every failure."""
+    fn: Any = compile_fx(gm, list(inputs), config_patches=dict(patches) or None)
+    return fn

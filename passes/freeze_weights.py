@@ -1,0 +1,58 @@
+"""freeze_weights: hold parameters constant, so that Inductor folds and pre-packs them.
+
+Answers compute_bound, memory_bound and tensor_core_idle on nodes that read a parameter. Weights are folded into
+the compiled code: a transposed, cast or packed copy is made once instead of on every call (on the CPU, Inductor's
+linear packing for oneDNN needs it). Only `fxopt.optimize` may do this: `torch.compile` promises that a parameter
+changed between calls is seen. Refuses buffers and parameters that the graph writes to, and graphs with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxopt.labels import Axis
+from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
+from fxopt.verify import Precision
+
+
+@dataclass(frozen=True)
+class FreezeWeights(ConfigPass):
+    name: ClassVar[str] = "freeze_weights"
+    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.COMPUTE_BOUND, Axis.MEMORY_BOUND, Axis.TENSOR_CORE_IDLE})
+    stage: ClassVar[Stage] = Stage.CONFIG
+    precision: ClassVar[Precision] = Precision.FP32
+    enables: ClassVar[tuple[str, ...]] = ("promote_matmul_precision",)
+
+    def applicable(self, context: PassContext) -> str:
+        if not context.session:
+            return "weights may change between calls under torch.compile: use fxopt.optimize(model, inputs)"
+        if context.grad:
+            return "gradients are on: frozen weights would not be trained; run under torch.no_grad()"
+        return ""
+
+    def candidates(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], context: PassContext
+    ) -> Iterable[tuple[int, Candidate]]:
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        for position in sorted(context.static):
+            name = nodes[position].name
+            if position in context.mutated:
+                yield position, Candidate(name, "the graph writes to it")
+            elif not nodes[position].users:
+                yield position, Candidate(name, "unused")
+            else:
+                yield position, Candidate(name)
+
+    def configure(self, accepted: Sequence[int], context: PassContext) -> Configuration:
+        return Configuration(freeze=frozenset(accepted))
+
+    def took_effect(self, compiled: Any, accepted: Sequence[int], context: PassContext) -> int:
+        # Inductor may fold several weights into one constant, so what counts is which inputs are gone.
+        if compiled.placeholders is None:
+            return len(compiled.frozen)
+        left_over = compiled.placeholders - (len(compiled.kept) if compiled.kept is not None else 0)
+        return max(0, len(compiled.frozen) - max(0, left_over))

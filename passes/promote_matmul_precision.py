@@ -1,0 +1,171 @@
+"""promote_matmul_precision: fp32 matrix products and attention on bf16 matrix units, fp32 everywhere else.
+
+Answers tensor_core_idle. Each labelled product takes its operands in bf16 and accumulates in fp32 inside the
+matrix unit; its result is cast back, so that softmax, normalisation, residual sums and every other pointwise chain
+stay in fp32. Casts are placed at the joint stage, where Inductor fuses an activation's cast into its producer and
+freezing folds a weight's cast away. A value that goes from one product to the next through views alone stays in
+bf16: bf16 -> fp32 -> bf16 is the identity.
+
+before                                   after
+    y = addmm(bias, x, w)                    y16 = addmm(bf16(bias), bf16(x), bf16(w));  y = fp32(y16)
+
+Refuses products that are not fp32, and anything but precision "bf16" (or a numeric error budget).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxopt.labels import Axis
+from fxopt.registry import Candidate, GraphPass, PassContext, Stage
+from fxopt.verify import Precision
+
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+
+#: matrix-product operators, and the positions of their tensor operands
+OPERANDS: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.convolution.default: (0, 1, 2),
+    aten._scaled_dot_product_efficient_attention.default: (0, 1, 2, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
+}
+#: positions of outputs that stay fp32 by the operator's own contract (log-sum-exp of the softmax)
+_FP32_OUTPUTS: dict[Any, set[int]] = {
+    aten._scaled_dot_product_efficient_attention.default: {1},
+    aten._scaled_dot_product_flash_attention_for_cpu.default: {1},
+}
+#: operators that only rearrange one tensor (operand 0), so that a cast commutes with them exactly
+VIEWS: frozenset[Any] = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.alias.default,
+        aten.clone.default,
+    }
+)
+_SPLITS: set[Any] = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default}
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+@dataclass(frozen=True)
+class PromoteMatmulPrecision(GraphPass):
+    name: ClassVar[str] = "promote_matmul_precision"
+    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
+    stage: ClassVar[Stage] = Stage.JOINT
+    precision: ClassVar[Precision] = Precision.BF16
+    after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+
+    def applicable(self, context: PassContext) -> str:
+        if "bfloat16" not in context.matrix_units:
+            return f"{context.device} has no bf16 matrix units"
+        if context.grad:
+            return "gradients are on: this pass rewrites inference graphs only"
+        return ""
+
+    def candidates(self, graph: fx.Graph, context: PassContext) -> Iterable[Candidate]:
+        for node in graph.nodes:
+            target: Any = node.target
+            if target not in OPERANDS:
+                continue
+            if not context.answers(node, self.answers):
+                yield Candidate(node.name, "not labelled tensor_core_idle")
+                continue
+            operands = [node.args[i] for i in OPERANDS[target] if i < len(node.args)]
+            dtypes = {_dtype(operand) for operand in operands if isinstance(operand, fx.Node)}
+            if dtypes != {torch.float32}:
+                found = ", ".join(sorted(str(d).replace("torch.", "") for d in dtypes))
+                yield Candidate(node.name, f"operands are {found}, not float32")
+            else:
+                yield Candidate(node.name)
+
+    def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
+        args: list[Any] = list(node.args)
+        target: Any = node.target
+        with graph.inserting_before(node):
+            for i in OPERANDS[target]:
+                if i < len(args) and isinstance(args[i], fx.Node):
+                    args[i] = _narrow(graph, args[i])
+            product = graph.call_function(target, tuple(args), dict(node.kwargs))
+            fp32_outputs = _FP32_OUTPUTS.get(target, set())
+            if not isinstance(node.meta["val"], torch.Tensor):
+                for user in list(node.users):
+                    index: Any = user.args[1]
+                    if user.target is not operator.getitem:
+                        raise RuntimeError(f"{node.name}: unexpected use {user.name} of a tuple of outputs")
+                    part = graph.call_function(operator.getitem, (product, index))
+                    if index not in fp32_outputs and _dtype(user) == torch.float32:
+                        part = graph.call_function(_CAST, (part, torch.float32))
+                    user.replace_all_uses_with(part)
+                    graph.erase_node(user)
+            else:
+                node.replace_all_uses_with(graph.call_function(_CAST, (product, torch.float32)))
+        graph.erase_node(node)
+
+
+def _narrow(graph: fx.Graph, value: Any) -> fx.Node:
+    """`value` in bf16: its bf16 origin seen through the same views where there is one, else a cast (one a value)."""
+    through = _origin(graph, value)
+    if through is not None:
+        return through
+    for user in value.users:
+        if user.target is _CAST and user.args[1] == torch.bfloat16 and _comes_before(user, graph):
+            return user
+    return graph.call_function(_CAST, (value, torch.bfloat16))
+
+
+def _comes_before(node: fx.Node, graph: fx.Graph) -> bool:
+    """Whether `node` is already computed at the insertion point."""
+    point = getattr(graph._insert, "__self__", None)
+    return point is not None and node < point
+
+
+def _origin(graph: fx.Graph, value: Any) -> Any:
+    """The bf16 tensor that `value` merely widens and views, viewed the same way; None if it is computed in fp32."""
+    if value.target is _CAST and value.args[1] == torch.float32:
+        source = value.args[0]
+        is_cast_back = isinstance(source, fx.Node) and _is_narrow_product(source)
+        return source if is_cast_back else None
+    if value.target in VIEWS and isinstance(value.args[0], fx.Node):
+        source = _origin(graph, value.args[0])
+        return None if source is None else graph.call_function(value.target, (source, *value.args[1:]), value.kwargs)
+    if value.target is operator.getitem and getattr(value.args[0], "target", None) in _SPLITS:
+        split = value.args[0]
+        source = _origin(graph, split.args[0])
+        if source is None:
+            return None
+        parts = graph.call_function(split.target, (source, *split.args[1:]), split.kwargs)
+        return graph.call_function(operator.getitem, (parts, value.args[1]))
+    return None
+
+
+def _is_narrow_product(node: Any) -> bool:
+    """Whether `node` is bf16: a product of this pass (not yet given a value) or a tensor known to be bf16."""
+    if node.target is operator.getitem:
+        node = node.args[0]
+    if node.target in OPERANDS and "val" not in node.meta:
+        return True
+    return _dtype(node) == torch.bfloat16

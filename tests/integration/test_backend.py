@@ -1,0 +1,514 @@
+"""The backend end to end on the CPU: right whatever happens, remembering what it found, and saying what it did."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt import registry
+from fxopt.labels import Axis
+from fxopt.registry import Candidate, GraphPass, Stage
+from fxopt.torch_api.inductor import CustomGraphPass
+from fxopt.tuner import FxoptWarning
+from fxopt.verify import Precision
+from profiler_core import roofline
+
+aten = torch.ops.aten
+#: few pairs: these tests are about what is decided and said, not about how fast anything is
+QUICK = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1}
+
+
+class Block(nn.Module):
+    """A transformer block, small enough to compile in seconds."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings far above any rate, so that labels do not depend on how busy the machine is: matrix units look idle."""
+    rates = {"float32": 1e12, "bfloat16": 4e12}
+    made = roofline.Ceilings("test", 1e12, rates, "2026-01-01T00:00:00+00:00", {})
+    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
+
+
+@pytest.fixture
+def block() -> Block:
+    return Block().eval()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 16, 64)
+
+
+def compiled(model, options=None, **kwargs):
+    return torch.compile(model, backend="profile_guided", options={**QUICK, **(options or {})}, **kwargs)
+
+
+def close(result, expected, tolerance=1e-5):
+    assert result.shape == expected.shape and result.dtype == expected.dtype and result.stride() == expected.stride()
+    assert ((result - expected).norm() / expected.norm()).item() < tolerance
+
+
+# -- the main way -----------------------------------------------------------------------------------------------------
+
+
+def test_measures_attributes_labels_and_explains(block, x):
+    with torch.no_grad():
+        close(compiled(block)(x), block(x))
+    graph = fxopt.last_report().graphs[0]
+    assert graph.source == "tuned" and not graph.messages
+    profile = graph.profile
+    assert profile.attributed_ns + profile.unattributed_ns == profile.total_ns > 0
+    assert profile.attributed_share >= 0.99
+    nodes = profile.nodes.set_index("node")
+    assert nodes.loc["addmm", "module_path"] == "qkv"
+    assert nodes.loc["addmm", "file"].endswith("test_backend.py")
+    assert "self.qkv" in nodes.loc["addmm", "source"]
+    assert {label.axis for label in graph.labels} >= {Axis.TENSOR_CORE_IDLE}
+    assert all(label.evidence and label.why for label in graph.labels)
+    assert any(line.startswith("freeze_weights: weights may change") for line in graph.out_of_reach)
+    assert any("promote_matmul_precision: needs precision='bf16'" in line for line in graph.out_of_reach)
+    assert graph.decision == "baseline"
+    json.dumps(fxopt.last_report().to_json(), allow_nan=False)
+
+
+def test_a_second_compilation_finds_the_plan_and_measures_nothing(block, x, monkeypatch):
+    from profiler_core.collect import kineto
+
+    with torch.no_grad():
+        first = compiled(block)(x)
+    torch._dynamo.reset()
+    monkeypatch.setattr(kineto, "measure", lambda *a, **k: pytest.fail("measured although a plan was there"))
+    with torch.no_grad():
+        second = compiled(block)(x)
+    assert fxopt.last_report().graphs[0].source == "plan"
+    assert torch.equal(first, second)
+
+
+def test_the_kept_code_is_inductors_own_callable(block, x):
+    """No wrapper of fxopt's is left in the path of later calls."""
+    from fxopt.backend import Backend
+
+    kept = []
+
+    def backend(gm, inputs):
+        kept.append(Backend(options=dict(QUICK))(gm, inputs))
+        return kept[0]
+
+    with torch.no_grad():
+        torch.compile(block, backend=backend)(x)
+    assert kept[0].__module__.startswith("torch.")
+
+
+def test_options_of_inductor_reach_baseline_and_candidates_and_nothing_stays_set(block, x, monkeypatch):
+    import torch._inductor.config as config
+
+    class Mine(CustomGraphPass):
+        seen: ClassVar[list[int]] = []
+
+        def __call__(self, graph):
+            self.seen.append(config.max_fusion_size)
+
+        def uuid(self):
+            return "a user's own pass"
+
+    always_faster(monkeypatch)
+    monkeypatch.setattr(roofline, "matrix_units", lambda device: {"bfloat16"})
+    before = config.get_config_copy()
+    flags = torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.initial_seed()
+    options = {"joint-custom-pre-pass": Mine(), "max_fusion_size": 7, "precision": "bf16"}
+    with torch.no_grad():
+        close(compiled(block, options)(x), block(x), tolerance=3e-2)
+    assert fxopt.last_report().graphs[0].passes == ["promote_matmul_precision"]
+    assert Mine.seen == [7, 7], "once in the baseline, once in the candidate, ahead of fxopt's pass in the same slot"
+    assert config.get_config_copy() == before
+    assert flags == (torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.initial_seed())
+
+
+def test_apply_never_measures(block, x, monkeypatch):
+    from profiler_core.collect import kineto
+
+    monkeypatch.setattr(kineto, "measure", lambda *a, **k: pytest.fail("measured in mode 'apply'"))
+    with torch.no_grad():
+        close(compiled(block, {"mode": "apply"})(x), block(x))
+    graph = fxopt.last_report().graphs[0]
+    assert graph.source == "apply" and "no plan" in graph.messages[0]
+
+
+def test_random_state_buffers_and_inputs_are_as_after_one_call():
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(8))
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            x.mul_(2)
+            return self.linear(x) + self.count
+
+    model, y = Stateful().eval(), torch.randn(4, 8)
+    given, expected = y.clone(), model.linear(y * 2) + 1
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        result = compiled(model)(given)
+    close(result, expected.detach())
+    assert torch.equal(model.count, torch.ones(8))
+    assert torch.equal(given, y * 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dynamic_sizes_compile_once(block):
+    with torch.no_grad():
+        fn = compiled(block, dynamic=True)
+        for length in (8, 12, 20):
+            x = torch.randn(2, length, 64)
+            close(fn(x), block(x))
+    assert sum(r.source in ("tuned", "plan") for r in fxopt.recent_reports()[-1:]) == 1
+    assert len({id(r) for r in fxopt.recent_reports()}) == len(fxopt.recent_reports())
+
+
+def test_gradients_leave_inductors_code_and_say_why(block, x):
+    result = compiled(block)(x)
+    result.sum().backward()
+    assert block.qkv.weight.grad is not None
+    graph = fxopt.last_report().graphs[0]
+    assert graph.decision == "baseline" and "gradients are on" in graph.messages[0]
+
+
+# -- the session ------------------------------------------------------------------------------------------------------
+
+
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing is not what these tests are about: every candidate that is right counts as faster."""
+    from fxopt import measure
+    from fxopt.measure import PairedResult
+
+    monkeypatch.setattr(measure, "noise_floor", lambda *a, **k: 0.01)
+    monkeypatch.setattr(
+        measure, "compare", lambda a, b, s, **k: PairedResult(2.0, 1.9, 2.1, 6, 2e6, 1e6, 0.01, {}, ())
+    )
+
+
+def test_optimize_freezes_weights_and_remembers(block, x, monkeypatch):
+    always_faster(monkeypatch)
+    fast = fxopt.optimize(block, (x,), **QUICK)
+    close(fast(x), block(x).detach())
+    graph = fast.report.graphs[0]
+    assert (graph.decision, graph.frozen, graph.passes) == ("candidate", True, ["freeze_weights"])
+    report = graph.candidates[-1].reports[0]
+    assert (report.matched, report.rewritten) == (10, 10), "every weight and bias is gone from the inputs"
+    torch._dynamo.reset()
+    again = fxopt.optimize(block, (x,), **QUICK)
+    assert again.report.graphs[0].source == "plan" and again.report.graphs[0].frozen
+    assert torch.equal(again(x), fast(x))
+
+
+def test_bf16_needs_to_be_asked_for_and_is_verified(block, x, monkeypatch):
+    always_faster(monkeypatch)
+    monkeypatch.setattr(roofline, "matrix_units", lambda device: {"bfloat16"})
+    fast = fxopt.optimize(block, (x,), precision="bf16", **QUICK)
+    graph = fast.report.graphs[0]
+    assert graph.passes == ["freeze_weights", "promote_matmul_precision"]
+    assert graph.candidates[-1].reports[1].rewritten == 5, "four linear layers and the attention"
+    assert 1e-4 < graph.verdict.rel_l2 < graph.verdict.limit
+    close(fast(x), block(x).detach(), tolerance=3e-2)
+
+
+def test_changed_weights_are_seen(block, x, monkeypatch):
+    always_faster(monkeypatch)
+    fast = fxopt.optimize(block, (x,), **QUICK)
+    assert fast.report.graphs[0].frozen
+    with torch.no_grad():
+        block.down.weight.mul_(3)
+    close(fast(x), block(x).detach())
+    other = Block().eval()
+    fast.load_state_dict(other.state_dict())
+    close(fast(x), other(x).detach())
+    block.up.bias = nn.Parameter(torch.ones_like(block.up.bias))
+    close(fast(x), block(x).detach())
+
+
+def test_training_mode_runs_the_model_itself(block, x):
+    fast = fxopt.optimize(block, (x,), **QUICK)
+    fast.train()
+    fast(x).sum().backward()
+    assert block.qkv.weight.grad is not None
+
+
+def test_keyword_and_single_inputs(block, x):
+    close(fxopt.optimize(block, x, **QUICK)(x), block(x).detach())
+    close(fxopt.optimize(block, {"x": x}, **QUICK)(x=x), block(x).detach())
+
+
+def test_a_model_without_a_graph_says_so(x):
+    class Eager(nn.Module):
+        @torch._dynamo.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    with pytest.warns(FxoptWarning, match="no graph of this model reached the compiler"):
+        fast = fxopt.optimize(Eager().eval(), (x,), **QUICK)
+    assert torch.equal(fast(x), x + 1)
+
+
+def test_a_training_model_and_a_non_module_are_refused(block, x):
+    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
+        fxopt.optimize(block.train(), (x,))
+    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
+        fxopt.optimize(lambda x: x, (x,))
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_option_is_refused_with_the_list_and_the_model_runs(block, x):
+    with pytest.warns(FxoptWarning, match=r"unknown option 'precison'.*precision") as caught, torch.no_grad():
+        close(compiled(block, {"precison": "bf16"})(x), block(x))
+    assert sum(issubclass(w.category, FxoptWarning) for w in caught) == 1
+    with pytest.raises(fxopt.options.UnknownOption, match="objective"):
+        fxopt.optimize(block, (x,), precison="bf16")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other schema", "not json"])
+def test_a_damaged_plan_is_named_set_aside_and_made_anew(block, x, damage):
+    with torch.no_grad():
+        compiled(block)(x)
+        path = Path(fxopt.last_report().graphs[0].plan_path)
+        text = path.read_text()
+        damaged = {"truncated": text[: len(text) // 2], "other schema": "{}", "not json": "\x00\x01"}[damage]
+        path.write_text(damaged)
+        torch._dynamo.reset()
+        with pytest.warns(FxoptWarning, match=path.name):
+            close(compiled(block)(x), block(x))
+    assert fxopt.last_report().graphs[0].source == "tuned"
+    assert list(path.parent.glob("*.corrupt*")), "nothing is lost"
+    assert json.loads(path.read_text())["key"] == path.stem
+
+
+def test_a_plan_store_that_cannot_be_written_costs_nothing_but_the_plan(block, x, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    with pytest.warns(FxoptWarning, match="the plan is not kept") as caught, torch.no_grad():
+        close(compiled(block, {"plan_dir": str(blocked)})(x), block(x))
+    assert sum(issubclass(w.category, FxoptWarning) for w in caught) == 1
+    graph = fxopt.last_report().graphs[0]
+    assert graph.source == "tuned" and graph.profile is not None
+
+
+@pytest.mark.parametrize("stage", ["measure", "attribute", "label", "save"])
+def test_a_fault_at_any_stage_falls_back_with_one_warning(block, x, stage, monkeypatch):
+    from fxopt import rules
+    from fxopt.plan import PlanStore
+    from profiler_core.attribute import engine
+    from profiler_core.collect import kineto
+
+    def fault(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    where = {
+        "measure": (kineto, "measure"),
+        "attribute": (engine, "attribute"),
+        "label": (rules, "label"),
+        "save": (PlanStore, "save"),
+    }[stage]
+    monkeypatch.setattr(*where, fault)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        close(compiled(block)(x), block(x))
+    mine = [w for w in caught if issubclass(w.category, FxoptWarning)]
+    assert len(mine) == 1 and "injected" in str(mine[0].message) and "plain Inductor" in str(mine[0].message)
+    assert fxopt.last_report().graphs[0].source == "fallback"
+
+
+# -- mutants: each gate catches what it is there for ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant(GraphPass):
+    """gelu's 0.5 becomes something else: each subclass says what."""
+
+    name: ClassVar[str] = "mutant"
+    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
+    stage: ClassVar[Stage] = Stage.JOINT
+    precision: ClassVar[Precision] = Precision.FP32
+
+    def candidates(self, graph, context):
+        yield from (Candidate(n.name) for n in graph.nodes if n.target is aten.erf.default)
+
+    def rewrite(self, graph, node, context):
+        users = list(node.users)
+        with graph.inserting_before(node.next):
+            new = self.twin(graph, node)
+        for user in users:
+            user.replace_input_with(node, new)
+
+    def twin(self, graph, node):
+        return graph.call_function(aten.mul.Tensor, (node, 1.0))
+
+
+@pytest.fixture
+def with_pass(block, x):
+    registered = []
+
+    def run(cls, **options):
+        registered.append(registry.register(cls).name)
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            close(compiled(block, {"passes": [cls.name], **options})(x), block(x))
+        graph = fxopt.last_report().graphs[0]
+        assert graph.decision == "baseline" and len(graph.candidates) == 1
+        return graph.candidates[0], [str(w.message) for w in caught if issubclass(w.category, FxoptWarning)]
+
+    yield run
+    for name in registered:
+        registry.unregister(name)
+
+
+def mutant(**members):
+    return dataclass(frozen=True)(type("Mutant", (Mutant,), {"__module__": __name__, **members}))
+
+
+def test_wrong_numbers_are_caught(with_pass, monkeypatch):
+    always_faster(monkeypatch)
+    wrong = mutant(twin=lambda self, g, n: g.call_function(aten.mul.Tensor, (n, 1.001)))
+    candidate, _ = with_pass(wrong)
+    assert candidate.reports[0].rewritten == 1
+    assert not candidate.verdict.ok and candidate.reason.startswith("wrong: ")
+
+
+def test_a_slower_candidate_is_caught(with_pass):
+    def slow(self, g, n):
+        # Right, and a hundred matrix products slower: the products with zero are added to the result.
+        value = n.meta["val"]
+        width = value.shape[-1]
+        flat = g.call_function(aten.reshape.default, (n, [-1, width]))
+        zero = g.call_function(aten.full.default, ([width, width], 0.0), {"dtype": torch.float32})
+        total = flat
+        for _ in range(100):
+            total = g.call_function(aten.add.Tensor, (g.call_function(aten.mm.default, (total, zero)), flat))
+        return g.call_function(aten.reshape.default, (total, list(value.shape)))
+
+    candidate, _ = with_pass(mutant(twin=slow))
+    assert candidate.verdict is not None and candidate.verdict.ok, candidate.reason
+    assert candidate.paired.ratio < 1 and candidate.outcome == "rejected"
+    assert "not shown to be faster" in candidate.reason
+
+
+def test_a_claim_without_a_change_is_caught(with_pass):
+    candidate, said = with_pass(mutant(rewrite=lambda self, graph, node, context: None))
+    assert candidate.reports[0].matched == 1 and candidate.reports[0].rewritten == 0
+    assert candidate.outcome == "failed" and "the graph is as it was" in candidate.reason
+    assert any("the graph is as it was" in line for line in said)
+
+
+def test_a_pass_that_raises_is_caught(with_pass):
+    candidate, said = with_pass(mutant(rewrite=lambda self, graph, node, context: 1 / 0))
+    assert candidate.outcome == "failed" and "ZeroDivisionError" in candidate.reason
+    assert any("mutant" in line and "ZeroDivisionError" in line for line in said)
+
+
+def test_a_pass_that_changes_an_outputs_stride_is_caught(with_pass):
+    def transposed(self, graph, node, context):
+        output = next(reversed(graph.nodes))
+        value = output.args[0][0]
+        with graph.inserting_before(output):
+            t = graph.call_function(aten.permute.default, (value, [0, 2, 1]))
+            c = graph.call_function(aten.clone.default, (t,), {"memory_format": torch.contiguous_format})
+            back = graph.call_function(aten.permute.default, (c, [0, 2, 1]))
+        output.args = ((back, *output.args[0][1:]),)
+
+    candidate, said = with_pass(mutant(rewrite=transposed))
+    assert candidate.outcome == "failed" and "output 0" in candidate.reason and "stride" in candidate.reason
+    assert any("stride" in line for line in said)
+
+
+def test_reports_survive_a_cache_hit(with_pass, block, x):
+    """On a cache hit no pass body runs; what the pass did is still known."""
+    from fxopt.plan import PlanStore
+    first, _ = with_pass(Mutant)
+    assert first.reports[0].rewritten == 1
+    graph = fxopt.last_report().graphs[0]
+    PlanStore(Path(graph.plan_path).parents[1]).remove(graph.key)
+    torch._dynamo.reset()
+    second, _ = with_pass(Mutant)
+    assert fxopt.last_report().graphs[0].source == "tuned"
+    assert second.reports == first.reports
+
+
+# -- another process --------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+    import sys, torch
+    assert "fxopt" not in sys.modules
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
+    x = torch.randn(8, 32)
+    fn = torch.compile(model, backend="profile_guided", options={"pairs": 6, "iterations": 2})
+    with torch.no_grad():
+        y = fn(x)
+    import fxopt
+    graph = fxopt.last_report().graphs[0]
+    print(graph.source, y.double().sum().item(), graph.profile is None)
+"""
+
+
+def test_a_second_process_finds_the_plan_and_gives_the_same_output():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, check=True
+        ).stdout.split()[-3:]
+        for _ in range(2)
+    ]
+    assert [run[0] for run in runs] == ["tuned", "plan"]
+    assert runs[0][1] == runs[1][1]
+    assert runs[1][2] == "True", "no profile: nothing was measured"
+
+
+def test_asking_for_the_backend_without_any_graph_is_said_at_the_end():
+    script = """
+        import torch
+        class Eager(torch.nn.Module):
+            @torch._dynamo.disable
+            def forward(self, x):
+                return x + 1
+        print(torch.compile(Eager(), backend="profile_guided")(torch.ones(2)))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert "tensor([2., 2.])" in run.stdout
+    assert "no graph reached it" in run.stderr
