@@ -1,0 +1,288 @@
+"""The attributed profile of a compiled graph, as data frames."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profiler_core.aggregate import leading_node
+from profiler_core.collect.provenance import Launch, NodeInfo
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+# Column -> pandas dtype. "Int64" is the nullable integer: a value that was not measured is missing, not zero.
+KERNEL_COLUMNS = {
+    "name": "object",
+    "device": "object",
+    "stream": "Int64",
+    "start_ns": "int64",
+    "duration_ns": "int64",
+    "thread": "object",
+    "launch_ns": "Int64",
+    "grid": "object",
+    "block": "object",
+    "registers": "Int64",
+    "shared_memory": "Int64",
+    "correlation": "Int64",
+    "iteration": "int64",
+    "operator": "object",
+    "launch": "object",
+    "nodes": "object",
+    "method": "object",
+    "confidence": "object",
+    "reason": "object",
+}
+NODE_COLUMNS = {
+    "node": "object",
+    "target": "object",
+    "shape": "object",
+    "dtype": "object",
+    "module_path": "object",
+    "module_class": "object",
+    "file": "object",
+    "line": "int64",
+    "source": "object",
+    "kernels": "int64",
+    "time_ns": "float64",
+    "group_time_ns": "float64",
+    "window_ns": "int64",
+    "share": "float64",
+    "estimate": "bool",
+    "fused_with": "object",
+    "flops": "float64",
+    "bytes": "float64",
+    "launches": "object",
+}
+_GROUP_COLUMNS = {
+    "launch": "object",
+    "kernel": "object",
+    "nodes": "object",
+    "time_ns": "float64",
+    "share": "float64",
+    "kernels": "int64",
+    "flops": "float64",
+    "bytes": "float64",
+    "dtype": "object",
+    "extern": "bool",
+    "file": "object",
+    "line": "int64",
+    "module_path": "object",
+}
+
+
+class ProfileFormatError(ValueError):
+    """A profile file cannot be read; the message names the file, the place and the remedy."""
+
+
+def frame(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
+    """A data frame of these columns and dtypes, also where there are no records."""
+    import pandas as pd
+
+    data = {name: pd.Series([record[name] for record in records], dtype=dtype) for name, dtype in columns.items()}
+    return pd.DataFrame(data, columns=list(columns))
+
+
+@dataclass
+class Profile:
+    """What ran in ``iterations`` calls of a compiled graph, for which FX nodes.
+
+    ``kernels`` has a row per kernel launch (columns: :data:`KERNEL_COLUMNS`; times in ns), ``nodes`` a row
+    per operator of the post-grad graph (:data:`NODE_COLUMNS`; ``time_ns`` and ``group_time_ns`` per call,
+    the mean over the window). The time of a fused kernel belongs to the group: a node's ``time_ns`` is then
+    a share by the bytes that each node would move on its own, equal where those are unknown, and
+    ``estimate`` is True. ``wall_ns`` is the median wall time of a call, taken without the profiler. FLOPs
+    and bytes are modelled, times are measured; NaN means not modelled.
+    """
+
+    kernels: pd.DataFrame
+    nodes: pd.DataFrame
+    environment: dict[str, Any]
+    iterations: int
+    wall_ns: float
+    launches: tuple[Launch, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def total_ns(self) -> int:
+        """Time of all kernels in the window, ns; always ``attributed_ns + unattributed_ns``."""
+        return int(self.kernels["duration_ns"].sum())
+
+    @property
+    def attributed_ns(self) -> int:
+        """Time of the kernels whose FX nodes are known, ns."""
+        return int(self.kernels.loc[self.kernels["method"] != "none", "duration_ns"].sum())
+
+    @property
+    def unattributed_ns(self) -> int:
+        """Time of the kernels whose FX nodes are not known, ns."""
+        return int(self.kernels.loc[self.kernels["method"] == "none", "duration_ns"].sum())
+
+    @property
+    def attributed_share(self) -> float:
+        """Attributed part of the kernel time, 0 to 1; NaN where no kernel ran."""
+        total = self.total_ns
+        return self.attributed_ns / total if total else math.nan
+
+    @property
+    def kernel_ns(self) -> float:
+        """Kernel time of one call: the median over the iterations, ns."""
+        per_call = self.kernels[self.kernels["iteration"] >= 0].groupby("iteration")["duration_ns"].sum()
+        # An iteration in which no kernel ran has no group but counts as zero.
+        per_call = per_call.reindex(range(self.iterations), fill_value=0)
+        return float(per_call.median())
+
+    def unattributed(self) -> pd.DataFrame:
+        """The kernels whose nodes are not known, by name and reason, longest first: name, reason, kernels,
+        time_ns (window).
+        """
+        rows = self.kernels[self.kernels["method"] == "none"]
+        table = rows.groupby(["name", "reason"], sort=False)["duration_ns"].agg(["count", "sum"]).reset_index()
+        table.columns = ["name", "reason", "kernels", "time_ns"]
+        return table.sort_values("time_ns", ascending=False, kind="stable").reset_index(drop=True)
+
+    def groups(self) -> pd.DataFrame:
+        """One row per launch of the wrapper code, in its order: time and kernels per call, modelled FLOPs
+        and bytes.
+
+        ``share`` is of all kernel time. ``dtype``, ``file``, ``line`` and ``module_path`` are those of the
+        group's leading node: the one with most FLOPs, then most bytes.
+        """
+        attributed = self.kernels[self.kernels["method"] != "none"].groupby("launch")["duration_ns"]
+        time, count = attributed.sum().to_dict(), attributed.count().to_dict()
+        total = self.total_ns
+        info = {str(row["node"]): _info(row) for row in self.nodes.to_dict("records")}
+        records = []
+        for launch in self.launches:
+            lead = leading_node([info[name] for name in launch.nodes if name in info])
+            window_ns = int(time.get(launch.key, 0))
+            records.append(
+                {
+                    "launch": launch.key,
+                    "kernel": launch.kernel,
+                    "nodes": launch.nodes,
+                    "time_ns": window_ns / self.iterations,
+                    "share": window_ns / total if total else 0.0,
+                    "kernels": round(count.get(launch.key, 0) / self.iterations),
+                    "flops": launch.flops,
+                    "bytes": launch.bytes,
+                    "dtype": lead.dtype if lead else None,
+                    "extern": launch.extern,
+                    "file": lead.file if lead else "",
+                    "line": lead.line if lead else 0,
+                    "module_path": lead.module_path if lead else "",
+                }
+            )
+        return frame(records, _GROUP_COLUMNS)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON, atomically."""
+        data = {
+            "schema_version": SCHEMA_VERSION,
+            "iterations": self.iterations,
+            "wall_ns": _plain(self.wall_ns),
+            "environment": self.environment,
+            "notes": list(self.notes),
+            "launches": [asdict(launch) for launch in self.launches],
+            "kernels": _table(self.kernels),
+            "nodes": _table(self.nodes),
+        }
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file, allow_nan=False)
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what :meth:`save` wrote. Raises :class:`ProfileFormatError`, naming the file, the place and
+        the remedy.
+        """
+        remedy = "; profile again, or read it with the version that wrote it"
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ProfileFormatError(f"{path}: not JSON ({error}){remedy}") from error
+        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+            found = data.get("schema_version") if isinstance(data, dict) else None
+            raise ProfileFormatError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {found!r}{remedy}")
+        try:
+            place = "launches"
+            launches = tuple(Launch(**{**item, "nodes": tuple(item["nodes"])}) for item in data["launches"])
+            place = "kernels"
+            kernels = _frame_of(data["kernels"], KERNEL_COLUMNS)
+            place = "nodes"
+            nodes = _frame_of(data["nodes"], NODE_COLUMNS)
+            place = "header"
+            wall = math.nan if data["wall_ns"] is None else float(data["wall_ns"])
+            return cls(
+                kernels,
+                nodes,
+                dict(data["environment"]),
+                int(data["iterations"]),
+                wall,
+                launches,
+                tuple(data["notes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProfileFormatError(f"{path}: {place}: {type(error).__name__}: {error}{remedy}") from error
+
+
+def _info(row: Mapping[Any, Any]) -> NodeInfo:
+    def known(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    return NodeInfo(
+        name=row["node"],
+        op="call_function",
+        target=row["target"],
+        dtype=row["dtype"],
+        module_path=row["module_path"],
+        file=row["file"],
+        line=int(row["line"]),
+        flops=known(row["flops"]),
+        bytes=known(row["bytes"]),
+    )
+
+
+def _table(data: pd.DataFrame) -> dict[str, Any]:
+    rows = [[_plain(value) for value in row] for row in data.astype(object).itertuples(index=False, name=None)]
+    return {"columns": list(data.columns), "rows": rows}
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value; what was not measured (NaN, NA) is null."""
+    import pandas as pd
+
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def _frame_of(table: Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFrame:
+    missing = set(columns) - set(table["columns"])
+    if missing:
+        raise KeyError(f"column {sorted(missing)[0]!r}")
+    records = [dict(zip(table["columns"], _tuples(row), strict=True)) for row in table["rows"]]
+    return frame(records, columns)
+
+
+def _tuples(row: Iterable[Any]) -> list[Any]:
+    return [tuple(value) if isinstance(value, list) else value for value in row]

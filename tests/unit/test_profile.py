@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profiler_core.attribute.engine import attribute
+from profiler_core.collect.inductor import Launch, NodeInfo, Provenance
+from profiler_core.collect.kineto import Kernel, Op, RawTrace
+from profiler_core.environment import environment
+from profiler_core.profile import KERNEL_COLUMNS, NODE_COLUMNS, Profile, ProfileFormatError
+
+LAUNCHES = (
+    Launch("extern_kernels.mm", 1, ("permute", "mm"), True, 24.0, 60.0),
+    Launch("triton_poi_fused_add_relu_0", 2, ("add", "relu"), False, None, 40.0),
+    Launch("triton_poi_fused_idle_1", 3, ("relu",), False, 6.0, 40.0),
+)
+
+
+def node(name: str, **fields) -> NodeInfo:
+    return NodeInfo(
+        name, "call_function", f"aten.{name}.default", (2, 3), (3, 1), "float32", "cuda:0", file="m.py", **fields
+    )
+
+
+NODES = {
+    "x": NodeInfo("x", "placeholder", "x", static=True),
+    "permute": node("permute", flops=0.0, bytes=0.0, line=1),
+    "mm": node("mm", flops=24.0, bytes=60.0, line=2, module_path="lin", module_class="Linear"),
+    "add": node("add", flops=6.0, bytes=72.0, line=3),
+    "relu": node("relu", flops=6.0, bytes=48.0, line=4),
+}
+
+
+@pytest.fixture
+def profile() -> Profile:
+    """Two calls: 100 + 120 ns in the product, 30 + 50 ns in the fused kernel, and a copy of 7 ns in the second."""
+    ops, kernels = [], []
+    for i, (product, fused) in enumerate(((100, 30), (120, 50))):
+        t = 10_000 * i
+        ops += [
+            Op(f"fxopt::iteration#{i}", 5, t, t + 1000),
+            Op("fxopt::extern_kernels.mm:1", 5, t + 10, t + 50),
+            Op("cudaLaunchKernel", 5, t + 20, t + 30, 10 * i + 1, "cuda_runtime"),
+            Op("fxopt::triton_poi_fused_add_relu_0:2", 5, t + 60, t + 90),
+            Op("cuLaunchKernel", 5, t + 70, t + 80, 10 * i + 2, "cuda_driver"),
+        ]
+        kernels += [
+            Kernel("gemm", "cuda:0", 7, t + 200, product, 10 * i + 1, (2, 1, 1), (128, 1, 1), 90, 4096),
+            Kernel("triton_poi_fused_add_relu_0", "cuda:0", 7, t + 500, fused, 10 * i + 2),
+        ]
+    kernels.append(Kernel("Memcpy HtoD", "cuda:0", 7, 10_900, 7, 99))
+    trace = RawTrace(tuple(ops), tuple(kernels), 2, (900.0, 1100.0), "cuda")
+    return attribute(trace, Provenance("2.0", LAUNCHES, NODES, ""), {"device_name": "test"})
+
+
+def test_time_is_conserved_and_medians_are_per_call(profile: Profile) -> None:
+    assert (profile.total_ns, profile.attributed_ns, profile.unattributed_ns) == (307, 300, 7)
+    assert profile.attributed_share == 300 / 307
+    assert profile.kernel_ns == (130 + 177) / 2
+    assert profile.wall_ns == 1000.0
+    assert isinstance(profile.total_ns, int)
+
+
+def test_frames_have_the_documented_columns(profile: Profile) -> None:
+    assert {c: str(t) for c, t in profile.kernels.dtypes.items()} == KERNEL_COLUMNS
+    assert {c: str(t) for c, t in profile.nodes.dtypes.items()} == NODE_COLUMNS
+    assert set(profile.nodes["node"]) == {"permute", "mm", "add", "relu"}  # operators only
+
+
+def test_groups_are_the_launches_of_the_wrapper_in_order(profile: Profile) -> None:
+    groups = profile.groups()
+    assert list(groups["launch"]) == [launch.key for launch in LAUNCHES]
+    assert list(groups["time_ns"]) == [110.0, 40.0, 0.0]
+    assert list(groups["kernels"]) == [1, 1, 0]
+    assert list(groups["share"]) == [220 / 307, 80 / 307, 0.0]
+    first = groups.iloc[0]
+    assert (first["module_path"], first["line"], first["dtype"], first["extern"]) == ("lin", 2, "float32", True)
+    assert math.isnan(groups["flops"][1]) and groups["bytes"][1] == 40.0  # not modelled is not zero
+
+
+def test_what_is_unattributed_is_listed_with_its_reason(profile: Profile) -> None:
+    (row,) = profile.unattributed().to_dict("records")
+    assert (row["name"], row["kernels"], row["time_ns"]) == ("Memcpy HtoD", 1, 7)
+    assert "no launch" in row["reason"]
+
+
+def test_a_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
+    import pandas as pd
+
+    path = tmp_path / "new" / "profile.json"
+    profile.save(path)
+    loaded = Profile.load(path)
+    pd.testing.assert_frame_equal(loaded.kernels, profile.kernels)
+    pd.testing.assert_frame_equal(loaded.nodes, profile.nodes)
+    pd.testing.assert_frame_equal(loaded.groups(), profile.groups())
+    assert (loaded.environment, loaded.iterations, loaded.wall_ns) == ({"device_name": "test"}, 2, 1000.0)
+    assert loaded.launches == profile.launches
+    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]  # no temporary file is left
+
+
+def test_an_empty_profile_survives_its_file(tmp_path: Path) -> None:
+    empty = attribute(RawTrace((), (), 1, (), "cpu"), Provenance("2.0", (), {}, ""), {})
+    assert empty.total_ns == 0 and math.isnan(empty.attributed_share) and empty.kernel_ns == 0.0
+    empty.save(tmp_path / "p.json")
+    loaded = Profile.load(tmp_path / "p.json")
+    assert loaded.total_ns == 0 and math.isnan(loaded.wall_ns) and len(loaded.groups()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda d: d.update(schema_version=2), "schema_version: expected 1, got 2"),
+        (lambda d: d["kernels"]["columns"].remove("launch"), "kernels"),
+        (lambda d: d["kernels"]["rows"][0].__setitem__(3, "soon"), "kernels"),
+        (lambda d: d["nodes"].pop("rows"), "nodes"),
+        (lambda d: d["launches"][0].pop("nodes"), "launches"),
+        (lambda d: d.pop("iterations"), "header"),
+    ],
+)
+def test_a_malformed_file_is_refused_by_name_place_and_remedy(profile, tmp_path, change, place) -> None:
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileFormatError) as error:
+        Profile.load(path)
+    assert str(path) in str(error.value) and place in str(error.value) and "profile again" in str(error.value)
+
+
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"\x80\x04pickle")
+    with pytest.raises(ProfileFormatError, match="not JSON"):
+        Profile.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    before = path.read_text()
+    profile.environment["device"] = object()  # not JSON
+    with pytest.raises(TypeError):
+        profile.save(path)
+    assert path.read_text() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_environment_is_json_and_private_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    found = environment("cpu")
+    text = json.dumps(found)
+    assert found["device_type"] == "cpu" and found["device_name"] and found["torch"] and found["threads"] >= 1
+    assert found["date"].endswith("+00:00")
+    for private in ("hunter2", str(Path.home()), str(Path.cwd()), __import__("socket").gethostname()):
+        assert len(private) < 4 or private not in text
+
+
+def test_importing_the_profiler_imports_neither_pandas_nor_triton() -> None:
+    code = (
+        "import sys, profiler_core.profile, profiler_core.attribute.engine, profiler_core.environment as e;"
+        "e.environment('cpu'); print([m for m in ('pandas', 'triton', 'torch._inductor') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
