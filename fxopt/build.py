@@ -48,10 +48,14 @@ class Build:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the constants that the code holds beside the model's own parameters."""
-        return sum(
-            t.untyped_storage().nbytes() for t in self.compiled.constants.values() if hasattr(t, "untyped_storage")
-        )
+        """Memory of the constants that the code holds, some of which may be the model's own parameters."""
+        sizes: dict[int, int] = {}
+        for tensor in self.compiled.constants.values():
+            # A oneDNN-packed tensor is opaque: it has no storage to look at, only a size.
+            opaque = tensor.is_mkldnn
+            key = id(tensor) if opaque else tensor.untyped_storage().data_ptr()
+            sizes[key] = tensor.numel() * tensor.element_size() if opaque else tensor.untyped_storage().nbytes()
+        return sum(sizes.values())
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class FreezeWeights(ConfigPass):
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.COMPUTE_BOUND, Axis.MEMORY_BOUND, Axis.TENSOR_CORE_IDLE})
     stage: ClassVar[Stage] = Stage.CONFIG
     precision: ClassVar[Precision] = Precision.FP32
-    enables: ClassVar[tuple[str, ...]] = ("promote_matmul_precision",)
+    enables: ClassVar[tuple[str, ...]] = ("promote_matmul_precision", "onednn_linear")
 
     def applicable(self, context: PassContext) -> str:
         if not context.session:

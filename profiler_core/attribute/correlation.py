@@ -186,7 +186,7 @@ def _opaque_graphs(trace: RawTrace, nesting: Nesting) -> set[int]:
     """Compiled graphs without a launch range inside."""
     graphs = {i for i, op in enumerate(trace.ops) if op.name.startswith(COMPILED_GRAPH_PREFIX)}
     for i, op in enumerate(trace.ops):
-        if launch_key(op):
+        if launch_key(op) or _GENERATED.match(op.name):
             graphs -= set(nesting.around(i))
     return graphs
 
