@@ -164,7 +164,7 @@ def _check(before: fx.Graph, after: fx.Graph) -> None:
     for node in after.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise InvariantError(f"{node.name}: no value is known for it")
-    old_out, new_out = (pytree.tree_leaves(next(reversed(g.nodes)).args) for g in (before, after))
+    old_out, new_out = (pytree.tree_leaves(g.output_node().args) for g in (before, after))
     if len(old_out) != len(new_out):
         raise InvariantError(f"{len(old_out)} outputs became {len(new_out)}")
     for index, (a, b) in enumerate(zip(old_out, new_out, strict=True)):
@@ -217,7 +217,7 @@ def _transplant(source: fx.Graph, graph: fx.Graph) -> None:
     graph._graph_namespace = fx.graph._Namespace()
     copied: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(source, copied)
-    old = next(reversed(source.nodes))
+    old = source.output_node()
     graph.output(outputs, type_expr=old.type).meta = dict(old.meta)
 
 

@@ -26,7 +26,16 @@ class Metric:
     source: Source
 
 
-def _device_type(profile: Profile) -> str:
+@dataclass(frozen=True)
+class GraphTimes:
+    """The part of a profile that the graph's own labels need."""
+
+    wall_ns: float
+    kernel_ns: float
+    environment: Mapping[str, Any]
+
+
+def _device_type(profile: Profile | GraphTimes) -> str:
     return str(profile.environment.get("device_type") or "cpu").split(":")[0]
 
 
@@ -34,7 +43,7 @@ def _known(value: Any) -> bool:
     return value is not None and isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def graph_metrics(profile: Profile) -> tuple[dict[str, Metric], dict[str, Any]]:
+def graph_metrics(profile: Profile | GraphTimes) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Metrics (wall_ns, kernel_ns, launch_gap) and facts of the graph; one that cannot be had is absent."""
     device = _device_type(profile)
     metrics = {

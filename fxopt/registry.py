@@ -144,7 +144,8 @@ class Pass:
 
     name: unique. answers: axes of the labels it consumes. stage: see `Stage`. precision: class that it needs.
     after / before: names of passes it must follow or precede. enables: names of passes that may pay only together
-    with this one, so that it stays in the trial while it merely does no harm.
+    with this one, so that it stays in the trial while it merely does no harm. devices: types of device it is for;
+    elsewhere it is not mentioned.
     """
 
     name: ClassVar[str] = ""
@@ -154,9 +155,10 @@ class Pass:
     after: ClassVar[tuple[str, ...]] = ()
     before: ClassVar[tuple[str, ...]] = ()
     enables: ClassVar[tuple[str, ...]] = ()
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def applicable(self, context: PassContext) -> str:
-        """Why the pass cannot be used here at all, "" if it can (a device it lacks, gradients, ...)."""
+        """Why the pass cannot be used on this graph at all, "" if it can."""
         return ""
 
     def options(self) -> dict[str, Any]:

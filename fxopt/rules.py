@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fxopt.labels import Axis, Confidence, Evidence, Label, Scope
-from fxopt.metrics import Metric, graph_metrics, group_metrics
+from fxopt.metrics import GraphTimes, Metric, graph_metrics, group_metrics
 
 if TYPE_CHECKING:
     from profiler_core.profile import Profile
@@ -254,6 +254,25 @@ def label(
                 labels += [found] if found else []
     order = sorted(labels, key=lambda item: (-item.headroom_ns, item.axis.value, item.launch))
     return LabelReport(tuple(order), tuple(_sentence(*key, where) for key, where in lacking.items()))
+
+
+def label_graph(
+    wall_ns: float,
+    kernel_ns: float,
+    environment: Mapping[str, Any],
+    *,
+    thresholds: Mapping[str, float] | None = None,
+    rules: tuple[Rule, ...] = RULES,
+) -> list[Label]:
+    """Labels of a whole graph from its two times per call alone, for code that was measured but not attributed.
+
+    environment: of the profile; its ``device_type`` is read.
+    """
+    limits = _thresholds(thresholds, rules)
+    metrics, facts = graph_metrics(GraphTimes(wall_ns, kernel_ns, environment))
+    graph_rules = [rule for rule in rules if rule.scope == "graph" and rule.applies(facts)]
+    able = [rule for rule in graph_rules if all(name in metrics for name in rule.requires)]
+    return [found for rule in able if (found := _apply(rule, metrics, facts, limits)) is not None]
 
 
 _thresholds = thresholds  # ``label`` has a parameter of that name

@@ -60,6 +60,7 @@ class Tuner:
         self.store = PlanStore(self.options.plan_root)
         self.passes = registry.select(self.options.passes, self.options.disable)
         self.started = time.perf_counter()
+        self._considered: set[str] = set()
         self.report.compile_id = dynamo.current_compile_id()
 
     # -- the way through ------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Tuner:
         )
         builder = replace(builder, context=context)
         timed_baseline = self._timed_baseline(baseline)
-        proposals = self._propose(context)
+        proposals = self._propose(context, context.labels)
         best = self._search(builder, timed_baseline, proposals) if proposals else None
         kept = best if best is not None else baseline
         if best is None and not report.candidates and not report.out_of_reach:
@@ -236,12 +237,14 @@ class Tuner:
         with dynamo.outside_tracing(), torch.random.fork_rng(devices=devices):
             yield
 
-    def _propose(self, context: PassContext) -> list[Pass]:
+    def _propose(self, context: PassContext, labels: Sequence[Label]) -> list[Pass]:
+        """Passes that answer one of `labels`, each considered once; the report says why others are out of reach."""
         proposals = []
         for p in self.passes:
-            mine = [label for label in context.labels if label.axis in p.answers]
-            if not mine:
+            mine = [label for label in labels if label.axis in p.answers]
+            if not mine or p.name in self._considered or self.device.type not in p.devices:
                 continue
+            self._considered.add(p.name)
             headroom = sum(label.headroom_ns for label in mine) / 1e3
             axes = ", ".join(sorted({label.axis.value for label in mine}))
             what = (
@@ -269,33 +272,36 @@ class Tuner:
         stack: list[Pass] = []
         best: Build | None = None
         best_report: CandidateReport | None = None
-        for index, p in enumerate(proposals):
+        waiting = list(proposals)
+        while waiting:
+            p = waiting.pop(0)
             if time.perf_counter() - self.started > self.options.time_limit:
-                report.out_of_reach.append(
-                    f"{p.name}: not tried, the time limit of {self.options.time_limit:g} s is spent"
-                )
+                limit = f"the time limit of {self.options.time_limit:g} s is spent"
+                report.out_of_reach.append(f"{p.name}: not tried, {limit}")
                 continue
-            trial = [*stack, p]
+            trial = registry.order([*stack, p])
             entry = CandidateReport("+".join(q.name for q in trial), [q.name for q in trial])
             report.candidates.append(entry)
             current = best.fn if best is not None else baseline
             build = self._try(builder, trial, entry, baseline, current, input_sets, noise)
-            if build is None:
+            if build is None or entry.paired is None:
                 continue
-            assert entry.paired is not None
+            timed = entry.paired
             if self._is_faster(entry, best_report):
                 best, best_report, stack = build, entry, trial
-                entry.outcome, entry.reason = "kept", f"{entry.paired.ratio:.2f}x faster than the best before it"
-            elif set(p.enables) & {q.name for q in proposals[index + 1 :]} and entry.paired.high >= 1 - noise:
+                entry.outcome, entry.reason = "kept", f"{timed.ratio:.2f}x as fast as the best before it"
+            elif set(p.enables) & {q.name for q in waiting} and timed.high >= 1 - noise:
                 stack = trial
                 entry.outcome, entry.reason = "rejected", "no faster by itself; stays under the passes that it enables"
             else:
                 entry.outcome = "rejected"
-                timed = entry.paired
                 entry.reason = (
                     f"not shown to be faster: {timed.ratio:.3f}x, interval {timed.low:.3f} to {timed.high:.3f}, "
                     f"noise {timed.noise:.3f}"
                 )
+            if stack is trial:
+                # Shorter kernels may leave the graph bound by something else: label it again, and propose again.
+                waiting = registry.order([*waiting, *self._propose(builder.context, entry.labels)])
         if best is None or best_report is None:
             return None
         with phase(report, "compare"), self._running():
@@ -363,6 +369,8 @@ class Tuner:
             with phase(report, "compare"), self._running():
                 entry.paired = self._compare(current, build.fn, input_sets, noise)
                 entry.kernel_ns = self._kernel_ns(build.fn, input_sets[0])
+            assert report.profile is not None
+            entry.labels = rules.label_graph(entry.paired.candidate_ns, entry.kernel_ns, report.profile.environment)
             return build
         except Exception as error:
             if self.options.on_error == "raise":
@@ -374,7 +382,7 @@ class Tuner:
     def _compare(
         self, first: Callable[..., Any], second: Callable[..., Any], input_sets: Sequence[Sequence[Any]], noise: float
     ) -> measure.PairedResult:
-        """Paired timing; where the median says faster and the interval does not, once more with four times the pairs."""
+        """Paired timing; where only the median says faster, once more with four times the pairs."""
         pairs = self.options.pairs
         found = measure.compare(first, second, input_sets, device=self.device, pairs=pairs, noise=noise)
         if found.ratio > 1 + noise and not found.faster:
@@ -393,9 +401,7 @@ class Tuner:
     def _input_sets(self) -> list[list[Any]]:
         """The caller's inputs and fresh ones like them; all copies, for a graph may write to them."""
         sets = [verify.clone_inputs(self.real, self._held)]
-        sets += [
-            verify.fresh_inputs(self.real, self._held, seed) for seed in range(1, self.options.verify_inputs + 1)
-        ]
+        sets += [verify.fresh_inputs(self.real, self._held, seed) for seed in range(1, self.options.verify_inputs + 1)]
         return sets
 
     # -- configuration --------------------------------------------------------------------------------------------

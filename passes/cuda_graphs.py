@@ -26,13 +26,12 @@ class CudaGraphs(RuntimePass):
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.LAUNCH_BOUND})
     stage: ClassVar[Stage] = Stage.RUNTIME
     precision: ClassVar[Precision] = Precision.FP32
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     #: calls before the capture, on a side stream, so that lazy initialisation is over (torch's own advice)
     warmup: int = 2
 
     def applicable(self, context: PassContext) -> str:
-        if context.device.type != "cuda":
-            return f"CUDA graphs need a CUDA device; this graph runs on {context.device.type}"
         if context.grad:
             return "gradients are on: a replay has no backward"
         if context.dynamic:

@@ -38,10 +38,9 @@ class OnednnLinear(GraphPass):
     stage: ClassVar[Stage] = Stage.POST_GRAD
     precision: ClassVar[Precision] = Precision.FP32
     after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def applicable(self, context: PassContext) -> str:
-        if context.device.type != "cpu":
-            return f"oneDNN's linear runs on the CPU; this graph runs on {context.device.type}"
         if not torch.backends.mkldnn.is_available() or not _mkl_linear():
             return "this torch was built without oneDNN or without MKL"
         if not context.session:
@@ -60,7 +59,7 @@ class OnednnLinear(GraphPass):
             elif weight is None:
                 yield Candidate(node.name, "its weight is not a constant")
             elif weight.dtype != torch.float32 or weight.dim() != 2:
-                yield Candidate(node.name, f"its weight is {weight.dim()}-dimensional {weight.dtype}, not a float32 matrix")
+                yield Candidate(node.name, f"its weight is {weight.dim()}-d {weight.dtype}, not a float32 matrix")
             else:
                 yield Candidate(node.name)
 

@@ -24,7 +24,8 @@ class CandidateReport:
     """One candidate that was compiled: what it consists of, whether it is right, and whether it is faster.
 
     outcome: "kept" (part of the final code), "rejected" (right or wrong, not wanted), "failed" (could not be built).
-    paired compares it with the best code at that time, kernel_ns is the sum of its kernel times per call.
+    paired compares it with the best code at that time, kernel_ns is the sum of its kernel times per call; labels are
+    those of the graph as a whole once it was measured again (shorter kernels may leave it bound by launches).
     """
 
     name: str
@@ -33,6 +34,7 @@ class CandidateReport:
     verdict: Verdict | None = None
     paired: PairedResult | None = None
     kernel_ns: float | None = None
+    labels: list[Label] = field(default_factory=list)
     outcome: str = "failed"
     reason: str = ""
     compile_seconds: float = 0.0

@@ -112,7 +112,8 @@ def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:
 
 def concrete(inputs: Sequence[Any]) -> list[Any]:
     """The inputs as a real call passes them: symbolic numbers by the value they were traced with, without a guard."""
-    return [_hint(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value for value in inputs]
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [_hint(value) if isinstance(value, symbols) else value for value in inputs]
 
 
 def _hint(value: Any) -> Any:

@@ -226,16 +226,29 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimize_freezes_weights_and_remembers(block, x, monkeypatch):
     always_faster(monkeypatch)
-    fast = fxopt.optimize(block, (x,), **QUICK)
+    options = {**QUICK, "disable": ["onednn_linear"]}
+    fast = fxopt.optimize(block, (x,), **options)
     close(fast(x), block(x).detach())
     graph = fast.report.graphs[0]
     assert (graph.decision, graph.frozen, graph.passes) == ("candidate", True, ["freeze_weights"])
     report = graph.candidates[-1].reports[0]
     assert (report.matched, report.rewritten) == (10, 10), "every weight and bias is gone from the inputs"
     torch._dynamo.reset()
-    again = fxopt.optimize(block, (x,), **QUICK)
+    again = fxopt.optimize(block, (x,), **options)
     assert again.report.graphs[0].source == "plan" and again.report.graphs[0].frozen
     assert torch.equal(again(x), fast(x))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL for oneDNN to replace")
+def test_frozen_linear_layers_go_to_onednn(block, x, monkeypatch):
+    always_faster(monkeypatch)
+    fast = fxopt.optimize(block, (x,), **QUICK)
+    close(fast(x), block(x).detach())
+    graph = fast.report.graphs[0]
+    assert graph.passes == ["freeze_weights", "onednn_linear"]
+    assert graph.candidates[-1].reports[1].rewritten == 4
+    assert graph.verdict.rel_l2 <= graph.verdict.limit < 1e-5
+    assert graph.memory_bytes >= sum(p.numel() * 4 for p in block.parameters() if p.dim() == 2)
 
 
 def test_bf16_needs_to_be_asked_for_and_is_verified(block, x, monkeypatch):
@@ -444,7 +457,7 @@ def test_a_pass_that_raises_is_caught(with_pass):
 
 def test_a_pass_that_changes_an_outputs_stride_is_caught(with_pass):
     def transposed(self, graph, node, context):
-        output = next(reversed(graph.nodes))
+        output = graph.output_node()
         value = output.args[0][0]
         with graph.inserting_before(output):
             t = graph.call_function(aten.permute.default, (value, [0, 2, 1]))

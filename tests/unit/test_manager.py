@@ -137,12 +137,12 @@ def test_a_pass_that_changes_an_outputs_stride_is_undone():
 
 def test_names_inputs_and_output_meta_survive_a_rewrite(graph):
     names = [n.name for n in graph.nodes]
-    output = next(reversed(graph.nodes))
+    output = graph.output_node()
     output.meta["user_visible_output_idxs"] = [0]
     assert run_pass(Relu(), graph, CONTEXT).changed
     after = [n.name for n in graph.nodes]
     assert [n for n in names if n != "relu"] == [n for n in after if n != "clamp_min_default"]
-    assert next(reversed(graph.nodes)).meta["user_visible_output_idxs"] == [0]
+    assert graph.output_node().meta["user_visible_output_idxs"] == [0]
     graph.lint()
     x = torch.randn(4, 8)
     torch.testing.assert_close(torch.fx.GraphModule({}, graph)(x), torch.tanh(torch.relu(x)) + 1)
