@@ -93,7 +93,8 @@ class PassReport:
 class PassContext:
     """What a pass may know: the device, the precision asked for, the labels, and the measured graph's origins.
 
-    `origins` maps each node of the measured post-grad graph to the pre-grad nodes that it comes from. `static` holds the positions of inputs that are parameters or buffers; `mutated` of inputs the graph writes to;
+    `origins` maps each node of the measured post-grad graph to the pre-grad nodes that it comes from. `static` holds
+    the positions of inputs that are parameters or buffers; `mutated` those of inputs that the graph writes to;
     `session` is true under `fxopt.optimize`, where weights may be held constant; `random` names nodes that draw
     random numbers; `dynamic` is true where a size is symbolic.
     """

@@ -4,7 +4,8 @@ Answers tensor_core_idle. Each labelled product takes its operands in bf16 and a
 matrix unit; its result is cast back, so that softmax, normalisation, residual sums and every other pointwise chain
 stay in fp32. Casts are placed at the joint stage, where Inductor fuses an activation's cast into its producer and
 freezing folds a weight's cast away. A value that goes from one product to the next through views alone stays in
-bf16: bf16 -> fp32 -> bf16 is the identity.
+bf16: bf16 -> fp32 -> bf16 is the identity. Attention on CUDA goes to the kernel that torch itself picks for bf16
+(flash or cuDNN), which was not on offer for fp32.
 
 before                                   after
     y = addmm(bias, x, w)                    y16 = addmm(bf16(bias), bf16(x), bf16(w));  y = fp32(y16)
@@ -43,6 +44,12 @@ OPERANDS: dict[Any, tuple[int, ...]] = {
 _FP32_OUTPUTS: dict[Any, set[int]] = {
     aten._scaled_dot_product_efficient_attention.default: {1},
     aten._scaled_dot_product_flash_attention_for_cpu.default: {1},
+}
+_EFFICIENT_ATTENTION: Any = aten._scaled_dot_product_efficient_attention.default
+_FUSED_ATTENTION: set[Any] = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    _EFFICIENT_ATTENTION,
 }
 #: operators that only rearrange one tensor (operand 0), so that a cast commutes with them exactly
 VIEWS: frozenset[Any] = frozenset(
@@ -103,6 +110,8 @@ class PromoteMatmulPrecision(GraphPass):
                 yield Candidate(node.name)
 
     def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
+        if node.target is _EFFICIENT_ATTENTION and self._dispatch_attention(graph, node):
+            return
         args: list[Any] = list(node.args)
         target: Any = node.target
         with graph.inserting_before(node):
@@ -124,6 +133,53 @@ class PromoteMatmulPrecision(GraphPass):
             else:
                 node.replace_all_uses_with(graph.call_function(_CAST, (product, torch.float32)))
         graph.erase_node(node)
+
+    def _dispatch_attention(self, graph: fx.Graph, node: fx.Node) -> bool:
+        """Replace fp32's only fused attention by the one that torch picks for bf16; False where they are not alike."""
+        arguments = dict(zip(("q", "k", "v", "bias", "log_sum_exp", "dropout", "causal"), node.args, strict=False))
+        causal, bias = bool(arguments.get("causal", False)), arguments["bias"]
+        takes_only_output = all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
+        if not takes_only_output or arguments.get("dropout", 0.0) or (causal and bias is not None):
+            return False
+        operands: list[Any] = [arguments[name] for name in "qkv"] + ([bias] if bias is not None else [])
+        picked = _bf16_attention([operand.meta["val"] for operand in operands], causal, node.kwargs.get("scale"))
+        if picked is None:
+            return False
+        with graph.inserting_before(node):
+            inputs = (n for n in picked.nodes if n.op == "placeholder")
+            values = {
+                placeholder: _narrow(graph, operand) for placeholder, operand in zip(inputs, operands, strict=True)
+            }
+            result: Any = graph.graph_copy(picked, values)
+            wide = graph.call_function(_CAST, (result, torch.float32))
+        for user in list(node.users):
+            user.replace_all_uses_with(wide)
+            graph.erase_node(user)
+        graph.erase_node(node)
+        return True
+
+
+def _bf16_attention(operands: list[Any], causal: bool, scale: Any) -> fx.Graph | None:
+    """The operators that scaled_dot_product_attention becomes for these operands in bf16, or None.
+
+    torch decides by device, shapes and strides, so it is asked, on fake tensors, rather than second-guessed.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def attention(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)
+
+    try:
+        with operands[0].fake_mode:
+            narrow = [torch.ops.prims.convert_element_type.default(value, torch.bfloat16) for value in operands]
+            traced = make_fx(attention)(*narrow)
+    except (
+        Exception
+    ):  # a torch without these kernels, or without a device to ask: the same operator in bf16 still works
+        return None
+    targets = {n.target for n in traced.graph.nodes if n.op == "call_function"}
+    # The unfused form is no gain over the fused one that is there.
+    return traced.graph if targets & _FUSED_ATTENTION else None
 
 
 def _narrow(graph: fx.Graph, value: Any) -> fx.Node:

@@ -82,10 +82,9 @@ def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozense
             continue
         seen.add(source)
         name = f"_fxopt_frozen_{index}"
-        if isinstance(value, torch.nn.Parameter):
-            gm.register_parameter(name, value)
-        else:
-            gm.register_buffer(name, value)
+        # A tensor of its own, not the Parameter: assigning to `parameter.data` must not pull the memory away from
+        # under code that holds it constant (or from under a CUDA graph that holds its address).
+        gm.register_buffer(name, value.detach())
         sources[name] = source
         with gm.graph.inserting_before(node):
             attribute = gm.graph.get_attr(name)

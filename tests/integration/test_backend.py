@@ -274,6 +274,11 @@ def test_changed_weights_are_seen(block, x, monkeypatch):
     close(fast(x), other(x).detach())
     block.up.bias = nn.Parameter(torch.ones_like(block.up.bias))
     close(fast(x), block(x).detach())
+    block.up.weight.data = torch.randn_like(block.up.weight)
+    close(fast(x), block(x).detach())
+    before = fast(x).clone()
+    block.double().float()  # the same values at other addresses
+    close(fast(x), before)
 
 
 def test_training_mode_runs_the_model_itself(block, x):
