@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -159,7 +160,11 @@ def _check(before: fx.Graph, after: fx.Graph) -> None:
     for kind, pick in (("writes to memory", _mutates), ("draws random numbers", _random)):
         old, new = ([str(n.target) for n in g.nodes if pick(n)] for g in (before, after))
         if old != new:
-            raise InvariantError(f"the order of the nodes that {kind} changed: {old} became {new}")
+            place = next(i for i, (a, b) in enumerate(zip_longest(old, new)) if a != b)
+            one, other = (names[place] if place < len(names) else "nothing" for names in (old, new))
+            raise InvariantError(
+                f"what {kind} changed: {len(old)} nodes became {len(new)}, and number {place} {one} became {other}"
+            )
     _propagate(inputs_after, after)
     for node in after.nodes:
         if node.op == "call_function" and "val" not in node.meta:
@@ -227,8 +232,13 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":  # attention is tagged for its dropout alone
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
+            return bool((argument.default_value if given is None else given) != 0)
+    return True
 
 
 def failures(reports: Sequence[PassReport]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxopt.labels import Axis, Label
-from fxopt.manager import SlotPass, run_pass
+from fxopt.manager import SlotPass, _random, run_pass
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api.inductor import CustomGraphPass
 from fxopt.verify import Precision, parse_precision
@@ -119,6 +119,17 @@ def test_a_pass_that_breaks_something_is_undone_and_says_what(graph, methods, me
     assert str(graph) == before
     assert not report.changed and report.rewritten == 0
     assert report.error and __import__("re").search(message, report.error), report.error
+
+
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.1, True)])
+def test_attention_draws_random_numbers_only_for_its_dropout(dropout, draws):
+    graph = torch.fx.Graph()
+    q = graph.placeholder("q")
+    node = graph.call_function(aten._scaled_dot_product_cudnn_attention.default, (q, q, q, None, False, dropout))
+    assert _random(node) is draws
+    default = graph.call_function(aten._scaled_dot_product_efficient_attention.default, (q, q, q, None, False))
+    assert not _random(default)
+    assert _random(graph.call_function(aten.rand_like.default, (q,)))
 
 
 def test_a_pass_that_changes_an_outputs_stride_is_undone():
