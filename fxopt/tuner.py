@@ -290,9 +290,12 @@ class Tuner:
             if self._is_faster(entry, best_report):
                 best, best_report, stack = build, entry, trial
                 entry.outcome, entry.reason = "kept", f"{timed.ratio:.2f}x as fast as the best before it"
-            elif set(p.enables) & {q.name for q in waiting} and timed.high >= 1 - noise:
-                stack = trial
-                entry.outcome, entry.reason = "rejected", "no faster by itself; stays under the passes that it enables"
+            elif timed.high >= 1 - noise and (
+                set(p.enables) & {q.name for q in waiting} or self._less_kernel_time(entry, best_report, noise)
+            ):
+                # It may pay under another pass: frozen weights cost nothing to cast, and shorter kernels that the
+                # device still waits for pay once the waiting is gone.
+                entry.outcome, entry.reason = "rejected", "no faster by itself; stays under later passes"
             else:
                 entry.outcome = "rejected"
                 entry.reason = (
@@ -323,10 +326,11 @@ class Tuner:
         assert entry.paired is not None
         if self.options.objective == "wall":
             return entry.paired.faster
+        return self._less_kernel_time(entry, best, entry.paired.noise)
+
+    def _less_kernel_time(self, entry: CandidateReport, best: CandidateReport | None, noise: float) -> bool:
         before = best.kernel_ns if best is not None else self.report.baseline_kernel_ns
-        return (
-            entry.kernel_ns is not None and before is not None and entry.kernel_ns < before * (1 - entry.paired.noise)
-        )
+        return entry.kernel_ns is not None and before is not None and entry.kernel_ns < before * (1 - noise)
 
     def _try(
         self,

@@ -219,9 +219,8 @@ def _origin(graph: fx.Graph, value: Any) -> Any:
 
 
 def _is_narrow_product(node: Any) -> bool:
-    """Whether `node` is bf16: a product of this pass (not yet given a value) or a tensor known to be bf16."""
-    if node.target is operator.getitem:
-        node = node.args[0]
-    if node.target in OPERANDS and "val" not in node.meta:
-        return True
-    return _dtype(node) == torch.bfloat16
+    """Whether `node` is bf16: known to be, or a product of this pass, which has no value yet."""
+    if _dtype(node) is not None:
+        return _dtype(node) == torch.bfloat16
+    product = node.args[0] if node.target is operator.getitem else node
+    return product.target in OPERANDS and "val" not in product.meta

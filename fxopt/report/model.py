@@ -46,6 +46,7 @@ class GraphReport:
 
     decision: "baseline" (Inductor's own code) or "candidate". source: "tuned" (measured now), "plan" (found on disk),
     "apply" (no plan, and measuring not allowed), "fallback" (something failed; `messages` says what).
+    frozen: weights are held constant in the kept code.
     Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster).
     """
 
