@@ -145,7 +145,8 @@ class Pass:
 
     name: unique. answers: axes of the labels it consumes. stage: see `Stage`. precision: class that it needs.
     after / before: names of passes it must follow or precede. enables: names of passes that may pay only together
-    with this one, so that it stays in the trial while it merely does no harm. devices: types of device it is for;
+    with this one, so that it stays in the trial although it is no faster. needs: names of passes that it cannot do
+    without, which join its trial. devices: types of device it is for;
     elsewhere it is not mentioned.
     """
 
@@ -156,6 +157,7 @@ class Pass:
     after: ClassVar[tuple[str, ...]] = ()
     before: ClassVar[tuple[str, ...]] = ()
     enables: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def applicable(self, context: PassContext) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from fxopt.options import Options
 from fxopt.plan import PassUse, Plan, PlanCorrupt, PlanStore, PlanStoreError, plan_key
 from fxopt.registry import Pass, PassContext
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
+from fxopt.search import Trial, search
 from fxopt.torch_api import dynamo, inductor
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Tuner:
         """The code to keep. Raises only what the fallback, plain Inductor, would have to answer for."""
         reason = unsupported(self.inputs, self.device)
         if reason:
-            return self._plain(reason)
+            return self._plain(reason, source="skipped")
         self.report.key = plan_key(
             **identity.key_parts(
                 self.gm,
@@ -93,7 +95,7 @@ class Tuner:
         self.report.source = "tuned"
         return self._tune()
 
-    def _plain(self, reason: str, source: str = "fallback") -> Callable[..., Any]:
+    def _plain(self, reason: str, source: str) -> Callable[..., Any]:
         self.report.source = source
         self.report.messages.append(reason)
         log.info("plain Inductor: %s", reason)
@@ -159,7 +161,9 @@ class Tuner:
         builder = Builder(self.gm, self.inputs, self._measured_patches(), context, self.store.root / "reports")
         with phase(report, "compile baseline"):
             baseline = builder.baseline()
+        self._say("baseline compiled")
         if context.grad:
+            report.source = "skipped"
             report.out_of_reach = [f"{p.name}: {p.applicable(context) or 'gradients are on'}" for p in self.passes]
             report.messages.append("gradients are on, so Inductor's code is kept; run under torch.no_grad() to tune")
             baseline.compiled.scope.adopt()
@@ -181,6 +185,7 @@ class Tuner:
                 ceilings = roofline.raised(self.device, self.store.root / "ceilings", ceilings)
             found = rules.label(profile, ceilings)
         report.labels, report.missing = list(found.labels), list(found.missing)
+        self._say(f"measured: kernels {profile.kernel_ns / 1e3:.0f} us, wall {profile.wall_ns / 1e3:.0f} us a call")
         context = self._context(
             report.labels,
             origins={name: info.pre_grad for name, info in self._provenance.nodes.items()},
@@ -245,7 +250,11 @@ class Tuner:
             if not mine or p.name in self._considered or self.device.type not in p.devices:
                 continue
             self._considered.add(p.name)
-            headroom = sum(label.headroom_ns for label in mine) / 1e3
+            # A kernel may carry several labels; what it could save at most is the largest of them.
+            most: dict[str, float] = {}
+            for label in mine:
+                most[label.launch] = max(most.get(label.launch, 0.0), label.headroom_ns)
+            headroom = sum(most.values()) / 1e3
             axes = ", ".join(sorted({label.axis.value for label in mine}))
             what = (
                 f"it would answer {axes} on {sum(len(m.nodes) or 1 for m in mine)} nodes (headroom {headroom:.0f} us)"
@@ -260,67 +269,57 @@ class Tuner:
         return proposals
 
     def _search(self, builder: Builder, baseline: Callable[..., Any], proposals: Sequence[Pass]) -> Build | None:
-        """Add passes one at a time; keep a trial that is right and faster than the best so far.
-
-        A trial that is right but no faster stays under the next one where its pass says that it enables a later
-        proposal (frozen weights cost nothing to cast).
-        """
+        """The best build, compared with the baseline once more; None where the baseline stays."""
         report = self.report
         input_sets = self._input_sets()
         with phase(report, "noise floor"), self._running():
             noise = measure.noise_floor(baseline, input_sets, device=self.device)
-        stack: list[Pass] = []
-        best: Build | None = None
-        best_report: CandidateReport | None = None
-        waiting = list(proposals)
-        while waiting:
-            p = waiting.pop(0)
-            if time.perf_counter() - self.started > self.options.time_limit:
-                limit = f"the time limit of {self.options.time_limit:g} s is spent"
-                report.out_of_reach.append(f"{p.name}: not tried, {limit}")
-                continue
-            trial = registry.order([*stack, p])
-            entry = CandidateReport("+".join(q.name for q in trial), [q.name for q in trial])
+
+        def evaluate(passes: list[Pass], best: Trial | None) -> Trial | None:
+            entry = CandidateReport("+".join(p.name for p in passes), [p.name for p in passes])
             report.candidates.append(entry)
-            current = best.fn if best is not None else baseline
-            build = self._try(builder, trial, entry, baseline, current, input_sets, noise)
-            if build is None or entry.paired is None:
-                continue
-            timed = entry.paired
-            if self._is_faster(entry, best_report):
-                best, best_report, stack = build, entry, trial
-                entry.outcome, entry.reason = "kept", f"{timed.ratio:.2f}x as fast as the best before it"
-            elif timed.high >= 1 - noise and (
-                set(p.enables) & {q.name for q in waiting} or self._less_kernel_time(entry, best_report, noise)
-            ):
-                # It may pay under another pass: frozen weights cost nothing to cast, and shorter kernels that the
-                # device still waits for pay once the waiting is gone.
-                entry.outcome, entry.reason = "rejected", "no faster by itself; stays under later passes"
-            else:
-                entry.outcome = "rejected"
-                entry.reason = (
-                    f"not shown to be faster: {timed.ratio:.3f}x, interval {timed.low:.3f} to {timed.high:.3f}, "
-                    f"noise {timed.noise:.3f}"
-                )
-            if stack is trial:
-                # Shorter kernels may leave the graph bound by something else: label it again, and propose again.
-                waiting = registry.order([*waiting, *self._propose(builder.context, entry.labels)])
-        if best is None or best_report is None:
+            current = best.build.fn if best is not None else baseline
+            build = self._try(builder, passes, entry, baseline, current, input_sets, noise)
+            self._say(f"{entry.name}: {entry.reason or 'right and timed'}")
+            return Trial(passes, build, entry) if build is not None and entry.paired is not None else None
+
+        best = search(
+            proposals,
+            evaluate=evaluate,
+            propose=lambda labels: self._propose(builder.context, labels),
+            faster=self._is_faster,
+            less_kernel_time=lambda entry, before: self._less_kernel_time(entry, before, noise),
+            expired=self._expired,
+            needs=lambda p: [q for q in self.passes if q.name in p.needs],
+        )
+        if best is None:
             return None
         with phase(report, "compare"), self._running():
-            report.ratio = self._compare(baseline, best.fn, input_sets, noise)
+            report.ratio = self._compare(baseline, best.build.fn, input_sets, noise)
         if self.options.objective == "wall" and not report.ratio.faster:
-            best_report.outcome = "rejected"
-            best_report.reason = f"not faster than the baseline in the last comparison: {report.ratio.ratio:.3f}x"
+            best.entry.outcome = "rejected"
+            best.entry.reason = f"not faster than the baseline in the last comparison: {report.ratio.ratio:.3f}x"
             return None
         report.decision = "candidate"
-        report.verdict = best_report.verdict
+        report.verdict = best.entry.verdict
         report.kept_wall_ns, report.baseline_wall_ns = report.ratio.candidate_ns, report.ratio.baseline_ns
-        report.kept_kernel_ns = best_report.kernel_ns
+        report.kept_kernel_ns = best.entry.kernel_ns
         # The kept candidate is the last one listed, whatever was tried after it.
-        report.candidates.remove(best_report)
-        report.candidates.append(best_report)
-        return best
+        report.candidates.remove(best.entry)
+        report.candidates.append(best.entry)
+        return best.build
+
+    def _expired(self, p: Pass) -> bool:
+        if time.perf_counter() - self.started <= self.options.time_limit:
+            return False
+        limit = f"the time limit of {self.options.time_limit:g} s is spent"
+        self.report.out_of_reach.append(f"{p.name}: not tried, {limit}")
+        return True
+
+    def _say(self, what: str) -> None:
+        """One line of progress on stderr, where it was asked for."""
+        if self.options.verbose:
+            print(f"fxopt [{time.perf_counter() - self.started:6.1f} s] {what}", file=sys.stderr, flush=True)
 
     def _is_faster(self, entry: CandidateReport, best: CandidateReport | None) -> bool:
         assert entry.paired is not None

@@ -22,6 +22,8 @@ from fxopt.verify import Precision
 
 @dataclass(frozen=True)
 class CudaGraphs(RuntimePass):
+    """Capture the compiled code once and replay it, so that the GPU no longer waits for the CPU."""
+
     name: ClassVar[str] = "cuda_graphs"
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.LAUNCH_BOUND})
     stage: ClassVar[Stage] = Stage.RUNTIME

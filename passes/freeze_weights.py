@@ -21,6 +21,8 @@ from fxopt.verify import Precision
 
 @dataclass(frozen=True)
 class FreezeWeights(ConfigPass):
+    """Hold parameters constant, so that Inductor folds and pre-packs them."""
+
     name: ClassVar[str] = "freeze_weights"
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.COMPUTE_BOUND, Axis.MEMORY_BOUND, Axis.TENSOR_CORE_IDLE})
     stage: ClassVar[Stage] = Stage.CONFIG

@@ -33,11 +33,14 @@ def _mkl_linear() -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class OnednnLinear(GraphPass):
+    """fp32 linear layers with frozen weights on oneDNN's packed kernels instead of MKL's."""
+
     name: ClassVar[str] = "onednn_linear"
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.COMPUTE_BOUND, Axis.TENSOR_CORE_IDLE})
     stage: ClassVar[Stage] = Stage.POST_GRAD
     precision: ClassVar[Precision] = Precision.FP32
     after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    needs: ClassVar[tuple[str, ...]] = ("freeze_weights",)
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def applicable(self, context: PassContext) -> str:

@@ -80,6 +80,8 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class PromoteMatmulPrecision(GraphPass):
+    """fp32 matrix products and attention on bf16 matrix units, fp32 everywhere else."""
+
     name: ClassVar[str] = "promote_matmul_precision"
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
     stage: ClassVar[Stage] = Stage.JOINT

@@ -34,10 +34,10 @@ class CandidateReport:
     verdict: Verdict | None = None
     paired: PairedResult | None = None
     kernel_ns: float | None = None
-    labels: list[Label] = field(default_factory=list)
     outcome: str = "failed"
     reason: str = ""
     compile_seconds: float = 0.0
+    labels: list[Label] = field(default_factory=list)
 
 
 @dataclass
@@ -45,7 +45,8 @@ class GraphReport:
     """The whole story of one graph.
 
     decision: "baseline" (Inductor's own code) or "candidate". source: "tuned" (measured now), "plan" (found on disk),
-    "apply" (no plan, and measuring not allowed), "fallback" (something failed; `messages` says what).
+    "apply" (no plan, and measuring not allowed), "skipped" (nothing that fxopt measures: gradients, another device),
+    "fallback" (something failed; `messages` says what).
     frozen: weights are held constant in the kept code.
     Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster).
     """

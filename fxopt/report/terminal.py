@@ -111,7 +111,7 @@ def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None
     if graph.verdict is not None:
         _say(console, f"Numerics: {_verdict(graph.verdict)}.", indent=2)
     if graph.frozen:
-        _say(console, "The weights are frozen into the code: later changes to them have no effect.", indent=2)
+        _say(console, "The weights are folded into the code; after a change they are folded anew.", indent=2)
     if graph.output_copies:
         _say(
             console,
@@ -147,6 +147,7 @@ _SOURCES = {
     "tuned": "measuring in this process",
     "plan": "a plan on disk; nothing was measured in this process",
     "apply": "mode 'apply', which uses plans and never measures",
+    "skipped": "nothing that fxopt measures (see the messages)",
     "fallback": "a failure on the way; plain Inductor runs (see the messages below)",
 }
 
@@ -155,7 +156,7 @@ def _decision(graph: GraphReport) -> str:
     if graph.decision != "candidate":
         return "kept the baseline (plain Inductor)"
     kept = [c.name for c in graph.candidates if c.outcome == "kept"]
-    return f"kept {', '.join(kept)}" if kept else "kept a candidate"
+    return f"kept {kept[-1]}" if kept else "kept a candidate"
 
 
 def _times(graph: GraphReport) -> str:
