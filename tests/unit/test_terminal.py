@@ -200,7 +200,7 @@ def test_the_decision_its_times_and_its_evidence_are_stated() -> None:
     assert "Wall a call: 83.0 ms (baseline 120 ms), kernel sum 70.0 ms (baseline 100 ms)" in text
     assert "1.45x the baseline's speed (95 % interval 1.42 to 1.48, 30 pairs, noise 1.2 %)" in text
     assert "relative L2 error 1.1e-06 against fp64 (baseline 1.0e-06, limit 4.0e-06)" in text
-    assert "The weights are frozen" in text
+    assert "The weights are folded into the code" in text
     assert "holds 1.50 GiB more memory" in text
     assert "after 1,234 calls" in text
     assert "baseline compile 47 s, measuring 3.0 s; 50 s together" in text
