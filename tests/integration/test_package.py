@@ -95,6 +95,7 @@ def test_every_entry_point_of_the_installed_package_is_declared(installed, tmp_p
         "fxopt.passes:freeze_weights": "passes.freeze_weights:FreezeWeights",
         "fxopt.passes:promote_matmul_precision": "passes.promote_matmul_precision:PromoteMatmulPrecision",
         "fxopt.passes:cuda_graphs": "passes.cuda_graphs:CudaGraphs",
+        "fxopt.passes:onednn_linear": "passes.onednn_linear:OnednnLinear",
     }
 
 
