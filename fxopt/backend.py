@@ -29,12 +29,14 @@ class Backend:
         *,
         session: bool = False,
         on_report: Callable[[GraphReport], None] | None = None,
+        check_weights: bool = True,
     ) -> None:
         self.options, self.mode, self.patches = split_options(
             mode, options, inductor.config_keys(), inductor.list_modes(), session=session
         )
         self.session = session and self.options.freeze
         self.on_report = on_report
+        self.check_weights = check_weights
         self.calls = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -68,6 +70,7 @@ class Backend:
             self.patches,
             session=self.session,
             may_measure=self.mode is Mode.TUNE,
+            check_weights=self.check_weights,
             report=report,
         ).run()
 

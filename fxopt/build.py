@@ -63,7 +63,7 @@ class Builder:
     """Compiles one Dynamo graph under different sets of passes.
 
     patches: the Inductor options common to all. reports: where reports are kept for compilations that a cache serves
-    (no pass body runs then), or None.
+    (no pass body runs then), or None. check_weights: whether frozen code looks at the contents of its weights.
     """
 
     gm: fx.GraphModule
@@ -71,6 +71,7 @@ class Builder:
     patches: Mapping[str, Any]
     context: PassContext
     reports: Path | None = None
+    check_weights: bool = True
 
     def baseline(self) -> Build:
         """Inductor's own code, with its graph captured; its shape guards are the trace's own."""
@@ -163,7 +164,7 @@ class Builder:
         self, passes: Sequence[RuntimePass], compiled: inductor.Compiled, reports: dict[str, PassReport]
     ) -> Callable[..., Any]:
         if not passes:
-            return compiled.flat()
+            return compiled.flat(self.inputs, self.check_weights)
         kept = compiled.kept if compiled.kept is not None else list(range(len(self.inputs)))
         own = [self.inputs[i] for i in kept]
         mutated = frozenset(k for k, i in enumerate(kept) if i in self.context.mutated)
@@ -185,7 +186,7 @@ class Builder:
             except Exception as error:
                 report = replace(report, error=f"{type(error).__name__}: {error}")
             reports[p.name] = report
-        return replace(compiled, fn=fn).flat()
+        return replace(compiled, fn=fn).flat(self.inputs, self.check_weights)
 
 
 def _read_reports(path: Path | None, slots: Mapping[str, SlotPass]) -> bool:

@@ -20,7 +20,10 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 def graph_text(gm: fx.GraphModule) -> str:
     """The graph without memory addresses, source lines or metadata: equal for equal graphs in any process."""
-    return _ADDRESS.sub("0x", str(gm.graph))
+    # The bodies of higher-order operators (checkpoint, cond) are modules of their own.
+    bodies = [(name, module) for name, module in gm.named_modules() if isinstance(module, fx.GraphModule)]
+    bodies.sort(key=lambda item: item[0])
+    return _ADDRESS.sub("0x", "\n".join(f"{name}: {module.graph}" for name, module in bodies))
 
 
 def describe_input(value: Any) -> Any:
@@ -97,7 +100,9 @@ def torch_flags() -> dict[str, Any]:
         "inference": torch.is_inference_mode_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
+        "autocast": [
+            [torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))] for device in ("cuda", "cpu")
+        ],
         "default_dtype": str(torch.get_default_dtype()),
     }
 

@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxopt.backend import Backend
-from fxopt.report.model import GraphReport, Report
+from fxopt.frozen import StaleWeights
+from fxopt.report.model import Report
 from fxopt.tuner import FxoptWarning
+
+#: after this many changes of the weights they are no longer folded: each fold compiles, and Dynamo stops at eight
+MOST_FOLDS = 4
 
 
 class OptimizedModule(nn.Module):
     """A model with its optimised code. Calls run under `torch.no_grad()`.
 
     `report` tells what was done. In training mode (`model.train()`) the original model runs, with gradients.
-    State dicts are the original model's. `check_weights` (default on) compares each parameter's identity, version and
-    address before a call (see `Weights`) and folds anew after a change. Writing into memory through `.data`
-    (`p.data.add_(1)`), which torch does not count, is not seen.
+    State dicts are the original model's. Before each call every folded weight's identity, version, address and
+    gradient are compared (`fxopt.frozen`), and after a change the weights are folded anew. Writing into memory through
+    `.data` (`p.data.add_(1)`), which torch does not count, is not seen. `check_weights=False` leaves all but the
+    identity out.
     """
 
     def __init__(
@@ -35,28 +39,43 @@ class OptimizedModule(nn.Module):
         self.report = Report()
         self._mode, self._options = mode, dict(options)
         self._check_weights = check_weights
-        self._watched: Weights | None = None
+        self._folds = 0
         self._compile()
         self.train(model.training)
 
     def _compile(self) -> None:
-        self._backend = Backend(self._mode, self._options, session=True, on_report=self._note)
-        # A fresh backend object makes Dynamo compile anew; plans make that cheap.
-        self._run = torch.compile(self.model, backend=self._backend)
-        self._watched = None
-
-    def _note(self, report: GraphReport) -> None:
-        self.report.graphs.append(report)
-        if report.frozen and self._check_weights:
-            self._watched = Weights(self.model)
+        self._backend = Backend(
+            self._mode,
+            self._options,
+            session=True,
+            on_report=self.report.graphs.append,
+            check_weights=self._check_weights,
+        )
+        # A fresh backend object makes Dynamo compile anew; plans make that cheap. Not an attribute by assignment: the
+        # compiled form is a module too, and would be registered beside the model.
+        self.__dict__["_compiled"] = torch.compile(self.model, backend=self._backend)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             return self.model(*args, **kwargs)
-        if self._watched is not None and self._watched.changed():
-            self._compile()
-        with torch.no_grad():
-            return self._run(*args, **kwargs)
+        while True:
+            compiled_before = self._backend.calls
+            try:
+                with torch.no_grad():
+                    return self.__dict__["_compiled"](*args, **kwargs)
+            except StaleWeights as stale:
+                # Code made in this very call, and already called with other weights: modules share it.
+                self._fold_again(str(stale), shared=self._backend.calls > compiled_before)
+
+    def _fold_again(self, reason: str, shared: bool) -> None:
+        self._folds += 1
+        if shared or self._folds > MOST_FOLDS:
+            why = "several modules share one compiled function" if shared else f"they changed {self._folds} times"
+            message = f"weights are no longer folded into the code: {why} ({reason})"
+            self.report.messages.append(message)
+            warnings.warn(f"fxopt: {message}", FxoptWarning, stacklevel=3)
+            self._options["freeze"] = False
+        self._compile()
 
     def train(self, mode: bool = True) -> OptimizedModule:
         super().train(mode)
@@ -67,40 +86,6 @@ class OptimizedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.load_state_dict(*args, **kwargs)
-
-
-class Weights:
-    """A model's modules, parameters and buffers as they are now, to be compared with later.
-
-    Compares identity, version and address: replacing one changes the first, writing to it the second, and
-    assigning to its `.data` the third. About 0.15 us a tensor, in loops that stay inside the interpreter's own C code.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        own: list[Any] = [
-            t for module in model.modules() for t in (module._parameters, module._buffers, module._modules)
-        ]
-        slots = [(table, name, value) for table in own for name, value in table.items() if value is not None]
-        self._tables: list[Any] = [table for table, _, _ in slots]
-        self._names = [name for _, name, _ in slots]
-        self._values = [value for _, _, value in slots]
-        self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        # Inference tensors have no version; they cannot be written to outside inference mode either.
-        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = self._read_versions()
-        # Only a strided tensor has an address.
-        self._strided = [tensor for tensor in self._tensors if tensor.layout is torch.strided]
-        self._addresses = self._read_addresses()
-
-    def _read_versions(self) -> list[int]:
-        return list(map(attrgetter("_version"), self._versioned))
-
-    def _read_addresses(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._strided))
-
-    def changed(self) -> bool:
-        same = all(map(is_, map(dict.get, self._tables, self._names), self._values))
-        return not (same and self._read_versions() == self._versions and self._read_addresses() == self._addresses)
 
 
 def optimize(
@@ -137,7 +122,8 @@ def optimize(
     if optimized._backend.calls == 0:
         message = (
             "no graph of this model reached the compiler, so it runs as before: Dynamo left it to eager (nn.LSTM, GRU "
-            "and RNN are, by default). TORCH_LOGS=graph_breaks says where"
+            "and RNN are, by default; so is a class compiled "
+            "more often than its recompile limit). TORCH_LOGS=graph_breaks says where"
         )
         optimized.report.messages.append(message)
         warnings.warn(f"fxopt: {message}", FxoptWarning, stacklevel=2)

@@ -52,6 +52,7 @@ class Tuner:
     patches: dict[str, Any]
     session: bool = False
     may_measure: bool = True
+    check_weights: bool = True
     report: GraphReport = field(default_factory=GraphReport)
 
     def __post_init__(self) -> None:
@@ -129,7 +130,7 @@ class Tuner:
         self.report.labels = labels
         self.report.decision = plan.decision
         self.report.out_of_reach = list(plan.out_of_reach)
-        builder = Builder(self.gm, self.inputs, self._measured_patches(), context, self.store.root / "reports")
+        builder = self._builder(context)
         if plan.decision == "baseline":
             compiled = inductor.compile_graph(self.gm, self.inputs, patches=self._kept_patches(), keep_guards=True)
             compiled.scope.adopt()
@@ -158,7 +159,7 @@ class Tuner:
     def _tune(self) -> Callable[..., Any]:
         report = self.report
         context = self._context([])
-        builder = Builder(self.gm, self.inputs, self._measured_patches(), context, self.store.root / "reports")
+        builder = self._builder(context)
         with phase(report, "compile baseline"):
             baseline = builder.baseline()
         self._say("baseline compiled")
@@ -172,6 +173,7 @@ class Tuner:
         mutated = baseline.compiled.mutated or frozenset()
         # Parameters and buffers are shared by every measured call, except those that a call would change.
         self._held, self._mutated = self.static - mutated, mutated
+        self._before = verify.clone_inputs(self.real, self._held) if mutated else []
         with phase(report, "measure baseline"):
             profile = self._profile(baseline)
         report.profile = profile
@@ -192,7 +194,8 @@ class Tuner:
             mutated=mutated,
         )
         builder = replace(builder, context=context)
-        timed_baseline = self._timed_baseline(baseline)
+        callers_own = self._timed_baseline(baseline)
+        timed_baseline = self._steady(callers_own)
         proposals = self._propose(context, context.labels)
         best = self._search(builder, timed_baseline, proposals) if proposals else None
         kept = best if best is not None else baseline
@@ -202,7 +205,7 @@ class Tuner:
         report.memory_bytes = kept.memory_bytes if best is not None else 0
         report.output_copies = getattr(best.fn if best else None, "output_copies", None)
         if best is None and self._wants_graphs():
-            kept = replace(baseline, fn=timed_baseline)
+            kept = replace(baseline, fn=callers_own)
         kept.compiled.scope.adopt()
         self._write_plan(best)
         return kept.fn
@@ -227,14 +230,32 @@ class Tuner:
             graph, compiled = again.graph, again
             self._provenance = provenance_source.from_compiled(graph, compiled.post_grad, store)
         arguments = verify.clone_inputs(self.real, self._held)
+        fn = self._steady(build.fn)
         with self._running(), provenance_source.instrumented(graph, self._provenance):
             trace = kineto.measure(
-                lambda: build.fn(*arguments),
+                lambda: fn(*arguments),
                 iterations=self.options.iterations,
                 warmup=self.options.warmup,
                 device=self.device,
             )
         return attribute(trace, self._provenance, environment(self.device))
+
+    def _steady(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` with the inputs that it writes to put back before each call, so that every measured call does the same.
+
+        A counter that indexes a cache would otherwise run past its end.
+        """
+        if not self._mutated:
+            return fn
+        pristine = {i: self._before[i] for i in sorted(self._mutated)}
+
+        def restored(*args: Any) -> Any:
+            for position, value in pristine.items():
+                if isinstance(value, torch.Tensor):
+                    args[position].copy_(value)
+            return fn(*args)
+
+        return restored
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -278,7 +299,7 @@ class Tuner:
         def evaluate(passes: list[Pass], best: Trial | None) -> Trial | None:
             entry = CandidateReport("+".join(p.name for p in passes), [p.name for p in passes])
             report.candidates.append(entry)
-            current = best.build.fn if best is not None else baseline
+            current = self._steady(best.build.fn) if best is not None else baseline
             build = self._try(builder, passes, entry, baseline, current, input_sets, noise)
             self._say(f"{entry.name}: {entry.reason or 'right and timed'}")
             return Trial(passes, build, entry) if build is not None and entry.paired is not None else None
@@ -295,7 +316,7 @@ class Tuner:
         if best is None:
             return None
         with phase(report, "compare"), self._running():
-            report.ratio = self._compare(baseline, best.build.fn, input_sets, noise)
+            report.ratio = self._compare(baseline, self._steady(best.build.fn), input_sets, noise)
         if self.options.objective == "wall" and not report.ratio.faster:
             best.entry.outcome = "rejected"
             best.entry.reason = f"not faster than the baseline in the last comparison: {report.ratio.ratio:.3f}x"
@@ -370,8 +391,9 @@ class Tuner:
                 entry.outcome, entry.reason = "rejected", f"wrong: {entry.verdict.reason}"
                 return None
             with phase(report, "compare"), self._running():
-                entry.paired = self._compare(current, build.fn, input_sets, noise)
-                entry.kernel_ns = self._kernel_ns(build.fn, input_sets[0])
+                steady = self._steady(build.fn)
+                entry.paired = self._compare(current, steady, input_sets, noise)
+                entry.kernel_ns = self._kernel_ns(steady, input_sets[0])
             assert report.profile is not None
             entry.labels = rules.label_graph(entry.paired.candidate_ns, entry.kernel_ns, report.profile.environment)
             return build
@@ -403,11 +425,17 @@ class Tuner:
 
     def _input_sets(self) -> list[list[Any]]:
         """The caller's inputs and fresh ones like them; all copies, for a graph may write to them."""
+        # An index must stay in its table: integers are only moved around where any of them may stand anywhere.
+        kept = self._held | dynamo.fixed_integers(self.gm, self.real)
         sets = [verify.clone_inputs(self.real, self._held)]
-        sets += [verify.fresh_inputs(self.real, self._held, seed) for seed in range(1, self.options.verify_inputs + 1)]
+        sets += [verify.fresh_inputs(self.real, kept, seed) for seed in range(1, self.options.verify_inputs + 1)]
         return sets
 
     # -- configuration --------------------------------------------------------------------------------------------
+
+    def _builder(self, context: PassContext) -> Builder:
+        patches, reports = self._measured_patches(), self.store.root / "reports"
+        return Builder(self.gm, self.inputs, patches, context, reports, self.check_weights)
 
     def _wants_graphs(self) -> bool:
         return bool(self.patches.get("triton.cudagraphs"))
@@ -427,7 +455,8 @@ class Tuner:
         if not self._wants_graphs():
             return baseline.fn
         with phase(self.report, "compile baseline"):
-            return inductor.compile_graph(self.gm, self.inputs, patches=self._kept_patches(), keep_guards=True).flat()
+            compiled = inductor.compile_graph(self.gm, self.inputs, patches=self._kept_patches(), keep_guards=True)
+            return compiled.flat()
 
     def _context(
         self,

@@ -44,6 +44,8 @@ class FreezeWeights(ConfigPass):
             name = nodes[position].name
             if position in context.mutated:
                 yield position, Candidate(name, "the graph writes to it")
+            elif inputs[position].is_inference():
+                yield position, Candidate(name, "an inference tensor: torch does not count what is written to it")
             elif not nodes[position].users:
                 yield position, Candidate(name, "unused")
             else:

@@ -45,6 +45,12 @@ _FP32_OUTPUTS: dict[Any, set[int]] = {
     aten._scaled_dot_product_efficient_attention.default: {1},
     aten._scaled_dot_product_flash_attention_for_cpu.default: {1},
 }
+#: position of an operand that is added to the scores and may hold float32's least number as a mask
+_MASK: dict[Any, int] = {
+    aten.baddbmm.default: 0,
+    aten.addmm.default: 0,
+    aten._scaled_dot_product_efficient_attention.default: 3,
+}
 _EFFICIENT_ATTENTION: Any = aten._scaled_dot_product_efficient_attention.default
 _FUSED_ATTENTION: set[Any] = {
     aten._scaled_dot_product_flash_attention.default,
@@ -119,7 +125,7 @@ class PromoteMatmulPrecision(GraphPass):
         with graph.inserting_before(node):
             for i in OPERANDS[target]:
                 if i < len(args) and isinstance(args[i], fx.Node):
-                    args[i] = _narrow(graph, args[i])
+                    args[i] = _narrow_mask(graph, args[i]) if i == _MASK.get(target) else _narrow(graph, args[i])
             product = graph.call_function(target, tuple(args), dict(node.kwargs))
             fp32_outputs = _FP32_OUTPUTS.get(target, set())
             if not isinstance(node.meta["val"], torch.Tensor):
@@ -149,9 +155,9 @@ class PromoteMatmulPrecision(GraphPass):
             return False
         with graph.inserting_before(node):
             inputs = (n for n in picked.nodes if n.op == "placeholder")
-            values = {
-                placeholder: _narrow(graph, operand) for placeholder, operand in zip(inputs, operands, strict=True)
-            }
+            narrow = [_narrow(graph, operand) for operand in operands[:3]]
+            narrow += [_narrow_mask(graph, operand) for operand in operands[3:]]
+            values = dict(zip(inputs, narrow, strict=True))
             result: Any = graph.graph_copy(picked, values)
             wide = graph.call_function(_CAST, (result, torch.float32))
         for user in list(node.users):
@@ -193,6 +199,22 @@ def _narrow(graph: fx.Graph, value: Any) -> fx.Node:
         if user.target is _CAST and user.args[1] == torch.bfloat16 and _comes_before(user, graph):
             return user
     return graph.call_function(_CAST, (value, torch.bfloat16))
+
+
+def _narrow_mask(graph: fx.Graph, value: Any) -> fx.Node:
+    """`value` in bf16, finite numbers kept finite: float32's least would become -inf, and a row of those is NaN."""
+    if value.meta["val"].dim() < 2 and value.op in ("placeholder", "get_attr"):
+        return _narrow(graph, value)  # a bias
+    bound = torch.finfo(torch.bfloat16).max
+    for user in value.users:  # one clamp a mask, whatever the number of layers that add it
+        if user.target is aten.clamp.default and user.args[1:] == (-bound, bound):
+            for chosen in user.users:
+                for cast in chosen.users:
+                    if chosen.target is aten.where.self and cast.target is _CAST and _comes_before(cast, graph):
+                        return cast
+    clamped = graph.call_function(aten.clamp.default, (value, -bound, bound))
+    finite = graph.call_function(aten.where.self, (graph.call_function(aten.isinf.default, (value,)), value, clamped))
+    return graph.call_function(_CAST, (finite, torch.bfloat16))
 
 
 def _comes_before(node: fx.Node, graph: fx.Graph) -> bool:

@@ -59,11 +59,52 @@ def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
     Their storage stays where it is from call to call unless the user replaces it.
     """
     found = set()
-    for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
-        tensor_dict = node.meta.get("tensor_dict") or {}
-        if isinstance(value, torch.nn.Parameter) or tensor_dict.get("_dynamo_static_input_type"):
+    for index, node in enumerate(placeholders(gm)):
+        source = getattr(node, "_dynamo_source", None)
+        # A Parameter that the caller passes as an argument may be another one in the next call.
+        owned = source is not None and _guard_source(source).is_unspecialized_nn_module()
+        if owned and (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
             found.add(index)
     return frozenset(found)
+
+
+def _guard_source(source: Any) -> Any:
+    """Where Dynamo reads an input from; a method in torch 2.11, a property since."""
+    found = source.guard_source
+    return found() if callable(found) and not hasattr(found, "is_unspecialized_nn_module") else found
+
+
+_VIEWS = {"view", "reshape", "contiguous", "unsqueeze", "squeeze", "flatten", "long", "to", "int"}
+_LOOKS = {"size", "getattr", "eq", "ne", "dim", "numel"}
+
+
+def fixed_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
+    """Positions of integer tensors whose numbers may not change places.
+
+    They may where all of them index one embedding table. A column of its own for each of several tables, sequence
+    offsets, or positions in a cache must stay as they are.
+    """
+
+    def free(node: fx.Node) -> bool:
+        for user in node.users:
+            name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+            if name == "embedding" and user.args and user.args[0] is node:
+                continue
+            if name in _LOOKS or user.op == "output":
+                continue
+            if name not in _VIEWS or not free(user):
+                return False
+        return True
+
+    return frozenset(
+        index
+        for index, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True))
+        if isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and value.dtype != torch.bool
+        and not free(node)
+    )
 
 
 def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozenset[int]) -> list[int]:

@@ -18,6 +18,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fxopt.frozen import FrozenCode
 from fxopt.torch_api import dynamo
 
 #: Inductor's slots that take a pass over an fx.Graph, by fxopt's name of the stage.
@@ -62,15 +63,14 @@ class Compiled:
     placeholders: int | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def flat(self) -> Callable[..., Any]:
-        """A callable over all of Dynamo's inputs, which is `fn` itself wherever nothing was frozen."""
+    def flat(self, inputs: Sequence[Any] = (), check_contents: bool = True) -> Callable[..., Any]:
+        """A callable over all of Dynamo's inputs, which is `fn` itself wherever nothing was frozen.
+
+        inputs: Dynamo's inputs, of which the frozen ones are remembered.
+        """
         if self.kept is None:
             return self.fn
-        fn, kept = self.fn, self.kept
-        if len(kept) == 1:
-            only = kept[0]
-            return lambda *args: fn(args[only])
-        return lambda *args: fn(*[args[i] for i in kept])
+        return FrozenCode(self.fn, self.kept, {i: inputs[i] for i in self.frozen}, check_contents)
 
 
 def config_keys() -> frozenset[str]:

@@ -532,3 +532,109 @@ def test_asking_for_the_backend_without_any_graph_is_said_at_the_end():
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     assert "tensor([2., 2.])" in run.stdout
     assert "no graph reached it" in run.stderr
+
+
+# -- found by trying to break it --------------------------------------------------------------------------------------
+
+
+def test_modules_that_share_one_compiled_function_keep_their_own_weights(monkeypatch):
+    """Dynamo compiles a code object once: after a graph break every block runs the first one's code."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            torch._dynamo.graph_break()
+            return F.relu(x)
+
+    always_faster(monkeypatch)
+    model, x = nn.Sequential(Broken(), Broken(), Broken()).eval(), torch.randn(4, 16)
+    with pytest.warns(FxoptWarning, match="weights are no longer folded"):
+        fast = fxopt.optimize(model, (x,), **QUICK)
+    close(fast(x), model(x).detach())
+
+
+def test_weights_of_a_module_that_is_not_registered_are_seen(x, monkeypatch):
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [nn.Linear(64, 64)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.hidden[0](x)
+
+    always_faster(monkeypatch)
+    model = Hidden().eval()
+    fast = fxopt.optimize(model, (x,), **QUICK)
+    with torch.no_grad():
+        model.hidden[0].weight.mul_(2)
+    close(fast(x), model(x).detach())
+
+
+def test_a_fused_optimizers_step_is_seen(block, x, monkeypatch):
+    """It writes to the parameters without counting a version."""
+    always_faster(monkeypatch)
+    fast = fxopt.optimize(block, (x,), **QUICK)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.1, fused=True)
+    block.train()
+    block(x).sum().backward()
+    optimizer.step()
+    block.eval()
+    close(fast(x), block(x).detach())
+
+
+def test_a_counter_that_indexes_a_cache_stays_inside_it_while_measuring():
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+            self.register_buffer("rows", torch.randn(16, 8))
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.linear(x + self.rows[self.position])
+            self.position.add_(1)
+            return out
+
+    model, x = Cache().eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        expected = model.linear(x + model.rows[:1])
+        close(compiled(model)(x), expected)
+    assert model.position.item() == 1
+    assert fxopt.last_report().graphs[0].source == "tuned", fxopt.last_report().graphs[0].messages
+
+
+def test_integers_with_a_table_for_each_column_are_not_mixed_up(monkeypatch):
+    """A row number of the large table, moved to the small table's column, would end the process."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Embedding(1000, 16), nn.Embedding(4, 16)
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.large(ids[:, 0]) + self.small(ids[:, 1]))
+
+    always_faster(monkeypatch)
+    model = Two().eval()
+    ids = torch.stack([torch.randint(900, 1000, (32,)), torch.randint(0, 4, (32,))], dim=1)
+    close(fxopt.optimize(model, (ids,), **QUICK)(ids), model(ids).detach())
+
+
+def test_models_that_differ_inside_a_checkpoint_have_plans_of_their_own(x):
+    from torch.utils.checkpoint import checkpoint
+
+    def model(body):
+        return lambda x: checkpoint(body, x, use_reentrant=False)
+
+    keys = []
+    for body in (torch.sin, torch.cos):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled(model(body))(x)
+        keys.append(fxopt.last_report().graphs[0].key)
+    assert keys[0] != keys[1]

@@ -89,7 +89,7 @@ def test_frozen_code_takes_the_other_inputs_and_gives_the_same_numbers():
     def body(gm, inputs):
         compiled = inductor.compile_graph(gm, inputs, patches={}, freeze=dynamo.static_inputs(gm, inputs), capture=True)
         with dynamo.outside_tracing():
-            return compiled.placeholders, compiled.kept, compiled.flat()(*inputs)[0], len(inputs)
+            return compiled.placeholders, compiled.kept, compiled.flat(inputs)(*inputs)[0], len(inputs)
 
     placeholders, kept, output, count = in_backend(model, x, body=body)
     assert placeholders == len(kept) == 1

@@ -168,3 +168,21 @@ def test_it_needs_matrix_units_and_no_gradients():
     units = replace(base, matrix_units=frozenset({"bfloat16"}))
     assert PromoteMatmulPrecision().applicable(units) == ""
     assert "gradients" in PromoteMatmulPrecision().applicable(replace(units, grad=True))
+
+
+def test_a_mask_of_float32s_least_number_does_not_become_infinite():
+    """Rounded to bf16 it would be -inf, and the softmax of a row of those is NaN."""
+
+    def masked(mask, q, k):
+        return torch.softmax(torch.baddbmm(mask, q, k), -1) + torch.softmax(torch.baddbmm(mask, k, q), -1)
+
+    mask = torch.zeros(2, 16, 16)
+    mask[0, 3] = torch.finfo(torch.float32).min
+    mask[1, 2, :4] = float("-inf")
+    args = mask, torch.randn(2, 16, 16), torch.randn(2, 16, 16)
+    gm = trace(masked, *args)
+    assert promote(gm).rewritten == 2
+    result = torch.fx.GraphModule(gm, gm.graph)(*args)
+    assert torch.isfinite(result).all()
+    torch.testing.assert_close(result, masked(*args), atol=5e-2, rtol=5e-2)
+    assert sum(n.target is aten.clamp.default for n in gm.graph.nodes) == 1
