@@ -39,7 +39,7 @@ CALLS = 30
 ATTEMPTS = 4
 QUICK = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1}
 
-pytestmark = pytest.mark.benchmark(group="call overhead")
+pytestmark = [pytest.mark.benchmark(group="call overhead"), pytest.mark.slow]
 
 
 class ManyParameters(nn.Module):
