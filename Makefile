@@ -34,7 +34,7 @@ help: ## this list
 demo: ## makes .venv and runs the GPT-2 case study: where the time goes, what was changed, and the comparison
 	@sh tools/make_venv.sh $(VENV) $(DEMO_EXTRAS)
 	@echo "Running the GPT-2 case study"
-	@$(BIN)/python -m case_studies.gpt2 $(DEMO_ARGS)
+	@KINETO_LOG_LEVEL=$${KINETO_LOG_LEVEL:-99} $(BIN)/python -m case_studies.gpt2 $(DEMO_ARGS)
 
 test: venv lint ## makes .venv and runs the linters and the tests that need neither a GPU nor minutes
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
