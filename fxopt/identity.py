@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import re
@@ -40,6 +41,19 @@ def describe_input(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     return type(value).__name__
+
+
+def weights_digest(tensors: Sequence[torch.Tensor]) -> str:
+    """Tells two sets of weights apart, by the sum and the 2-norm of each in fp64: one pass over them, no copy."""
+    digest = hashlib.sha256()
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.layout is torch.strided:
+                norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+                total = tensor.detach().sum(dtype=torch.float64)
+                # Nine digits: far above the rounding of the sums, far below any training step.
+                digest.update(f"{total.item():.9e} {norm.item():.9e};".encode())
+    return digest.hexdigest()
 
 
 def device_identity(device: torch.device) -> dict[str, Any]:
@@ -116,6 +130,7 @@ def key_parts(
     patches: Mapping[str, Any],
     passes: Sequence[Pass],
     session: bool,
+    weights: str,
 ) -> dict[str, Any]:
     """The parts of a plan's key, as JSON data."""
     return {
@@ -129,6 +144,7 @@ def key_parts(
         "inductor_config": inductor.config_fingerprint(),
         "passes": [[p.name, p.fingerprint()] for p in passes],
         "session": session,
+        "weights": weights,
     }
 
 

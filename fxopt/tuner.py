@@ -82,6 +82,7 @@ class Tuner:
                 patches=self.patches,
                 passes=self.passes,
                 session=self.session,
+                weights=self._weights(),
             )
         )
         self.report.plan_path = str(self.store.path(self.report.key))
@@ -95,6 +96,13 @@ class Tuner:
             return self._plain("no plan for this graph, and mode 'apply' never measures", source="apply")
         self.report.source = "tuned"
         return self._tune()
+
+    def _weights(self) -> str:
+        """The weights in the plan's key: nothing where no accuracy is given up, else which ones were verified."""
+        if self.budget.precision is verify.Precision.FP32 and self.budget.max_rel_l2 is None:
+            return ""
+        with dynamo.outside_tracing():
+            return identity.weights_digest([self.inputs[position] for position in sorted(self.static)])
 
     def _plain(self, reason: str, source: str) -> Callable[..., Any]:
         self.report.source = source

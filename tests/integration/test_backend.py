@@ -638,3 +638,16 @@ def test_models_that_differ_inside_a_checkpoint_have_plans_of_their_own(x):
             compiled(model(body))(x)
         keys.append(fxopt.last_report().graphs[0].key)
     assert keys[0] != keys[1]
+
+
+def test_a_plan_that_gives_up_accuracy_holds_for_the_weights_it_was_verified_with(block, x):
+    def key(model, precision):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled(model, {"precision": precision, "passes": []})(x)
+        return fxopt.last_report().graphs[0].key
+
+    other = Block().eval()
+    assert key(block, "fp32") == key(other, "fp32")
+    for precision in ("bf16", 1e-2):
+        assert key(block, precision) == key(block, precision) != key(other, precision)
