@@ -41,16 +41,13 @@ class FrozenCode:
         return getattr(self._fn, "output_copies", None)
 
     def _read(self) -> tuple[list[Any], ...]:
-        gradients = [g for g in map(attrgetter("grad"), self._leaves()) if g is not None]
+        gradients = [g for g in map(attrgetter("grad"), self._tensors) if g is not None]
         return (
             list(map(attrgetter("_version"), self._tensors)),
             list(map(torch.Tensor.data_ptr, self._tensors)),
             list(map(id, gradients)),
             list(map(attrgetter("_version"), gradients)),
         )
-
-    def _leaves(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self._tensors if tensor.requires_grad]
 
     def __call__(self, *args: Any) -> Any:
         if not all(map(is_, self._pick(args), self._tensors)):

@@ -15,6 +15,8 @@ from torch import fx
 import fxopt
 from fxopt.registry import Pass
 from fxopt.torch_api import inductor
+from profiler_core.clocks import driver_version
+from profiler_core.environment import cpu
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -65,37 +67,13 @@ def device_identity(device: torch.device) -> dict[str, Any]:
             "capability": list(torch.cuda.get_device_capability(device)),
             "multiprocessors": properties.multi_processor_count,
             "memory": properties.total_memory,
-            "driver": _driver(),
+            "driver": driver_version() or f"cuda {torch.version.cuda}",  # no NVML: CUDA still tells two stacks apart
         }
     return {
-        "name": _cpu_name(),
+        "name": cpu()[0],
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _driver() -> str:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # no NVML: the CUDA version still tells two stacks apart
-        return f"cuda {torch.version.cuda}"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

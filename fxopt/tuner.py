@@ -140,7 +140,7 @@ class Tuner:
         self.report.out_of_reach = list(plan.out_of_reach)
         builder = self._builder(context)
         if plan.decision == "baseline":
-            compiled = inductor.compile_graph(self.gm, self.inputs, patches=self._kept_patches(), keep_guards=True)
+            compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, keep_guards=True)
             compiled.scope.adopt()
             return compiled.flat()
         known = registry.discover()
@@ -455,15 +455,12 @@ class Tuner:
             patches["triton.cudagraphs"] = False
         return patches
 
-    def _kept_patches(self) -> dict[str, Any]:
-        return dict(self.patches)
-
     def _timed_baseline(self, baseline: Build) -> Callable[..., Any]:
         """What the caller would have without fxopt: the measured code, CUDA-graphed if they asked for that."""
         if not self._wants_graphs():
             return baseline.fn
         with phase(self.report, "compile baseline"):
-            compiled = inductor.compile_graph(self.gm, self.inputs, patches=self._kept_patches(), keep_guards=True)
+            compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, keep_guards=True)
             return compiled.flat()
 
     def _context(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler_core.aggregate import leading_node
 from profiler_core.collect.provenance import Launch, NodeInfo
+from profiler_core.files import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -196,17 +195,7 @@ class Profile:
             "kernels": _table(self.kernels),
             "nodes": _table(self.nodes),
         }
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file, allow_nan=False)
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_atomically(Path(path), json.dumps(data, allow_nan=False))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -6,9 +6,7 @@ All that touches private attributes of ``torch._inductor.output_code.CompiledFxG
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +34,7 @@ from profiler_core.collect.wrapper_source import (
     launch_sites,
     with_ranges,
 )
+from profiler_core.files import write_atomically
 
 __all__ = [
     "Launch",
@@ -126,7 +125,7 @@ def from_compiled(compiled_graph: Any, gm: fx.GraphModule | None, store: Path | 
     provenance = _build(mapping, gm, source, _static_names(compiled_graph, gm))
     if sidecar is not None:
         with suppress(OSError):  # the record spares a later recompile; without it there is just that one
-            _write_atomically(sidecar, json.dumps(provenance.to_json()))
+            write_atomically(sidecar, json.dumps(provenance.to_json()))
     return provenance
 
 
@@ -303,19 +302,6 @@ def _read_sidecar(path: Path | None, source: str) -> Provenance | None:
         return None  # an unreadable or older record is re-made from a fresh compile
     same = [(s.kernel, s.handle) for s in launch_sites(source)] == [(x.kernel, x.handle) for x in stored.launches]
     return stored if same or not source else None
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 _swap_lock = threading.RLock()
