@@ -286,7 +286,7 @@ class Tuner:
             headroom = sum(most.values()) / 1e3
             axes = ", ".join(sorted({label.axis.value for label in mine}))
             what = (
-                f"it would answer {axes} on {sum(len(m.nodes) or 1 for m in mine)} nodes (headroom {headroom:.0f} us)"
+                f"it would answer {axes} on {len({name for label in mine for name in label.nodes}) or 1} nodes (headroom {headroom:.0f} us)"
             )
             reason = p.applicable(context)
             if not reason and not self.budget.allows(p.precision):
