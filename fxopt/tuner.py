@@ -285,9 +285,8 @@ class Tuner:
                 most[label.launch] = max(most.get(label.launch, 0.0), label.headroom_ns)
             headroom = sum(most.values()) / 1e3
             axes = ", ".join(sorted({label.axis.value for label in mine}))
-            what = (
-                f"it would answer {axes} on {len({name for label in mine for name in label.nodes}) or 1} nodes (headroom {headroom:.0f} us)"
-            )
+            nodes = len({name for label in mine for name in label.nodes}) or 1
+            what = f"it would answer {axes} on {nodes} nodes (headroom {headroom:.0f} us)"
             reason = p.applicable(context)
             if not reason and not self.budget.allows(p.precision):
                 reason = f"needs precision={p.precision.value!r}, and {self.options.precision!r} was asked for"
