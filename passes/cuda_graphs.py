@@ -17,6 +17,7 @@ import torch
 
 from fxopt.labels import Axis
 from fxopt.registry import PassContext, RuntimePass, Stage
+from fxopt.torch_api.cuda import cublas_workspaces_of_a_capture
 from fxopt.verify import Precision
 
 
@@ -85,7 +86,10 @@ class _Captured:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+        with (
+            cublas_workspaces_of_a_capture(),
+            torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             outputs = fn(*self.args)
         self.single = not isinstance(outputs, (list, tuple))
         self.outputs = [outputs] if self.single else list(outputs)

@@ -75,6 +75,24 @@ def test_a_launch_bound_model_is_graphed_and_its_outputs_keep(model, x):
     assert graph.ratio.faster
 
 
+def test_a_replay_owns_the_workspaces_of_its_library_calls():
+    """Whoever clears PyTorch's cuBLAS workspaces (reduce-overhead does) must not free memory under a captured graph."""
+    a, b = torch.randn(64, 8192, device=DEVICE), torch.randn(8192, 64, device=DEVICE)  # a split-K product
+
+    def product(x, y):
+        return torch.mm(x, y)
+
+    product(a, b)
+    replay = GraphReplay(product, static=frozenset({1}), device=DEVICE, warmup=2)
+    expected = replay(a, b)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    filled = [torch.full((1 << 20,), float("nan"), device=DEVICE) for _ in range(64)]
+    assert torch.equal(replay(a, b), expected)
+    torch.cuda.synchronize()
+    assert all(torch.isnan(tensor).all() for tensor in filled), "the replay wrote into memory of others"
+
+
 def test_weights_that_move_are_captured_anew(model, x):
     with torch.no_grad():
         fn = torch.compile(model, backend="profile_guided")
