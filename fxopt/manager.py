@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt.registry import Candidate, GraphPass, InvariantError, PassContext, PassReport, Stage
-from fxopt.torch_api.inductor import CustomGraphPass
+from fxopt.torch_api.inductor import CustomGraphPass, lowers
 
 #: meta that says where a node comes from; new nodes inherit it from the node they replace
 PROVENANCE_META = (
@@ -164,6 +164,13 @@ def _check(before: fx.Graph, after: fx.Graph) -> None:
             one, other = (names[place] if place < len(names) else "nothing" for names in (old, new))
             raise InvariantError(
                 f"what {kind} changed: {len(old)} nodes became {len(new)}, and number {place} {one} became {other}"
+            )
+    known = {n.target for n in before.nodes}
+    for node in after.nodes:
+        if node.op == "call_function" and node.target not in known and not lowers(node.target):
+            raise InvariantError(
+                f"{node.name}: {node.target} is decomposed before this stage, and Inductor has no lowering for one that "
+                "a pass puts here; write what it decomposes into"
             )
     _propagate(inputs_after, after)
     for node in after.nodes:

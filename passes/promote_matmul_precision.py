@@ -206,13 +206,16 @@ def _narrow_mask(graph: fx.Graph, value: Any) -> fx.Node:
     if value.meta["val"].dim() < 2 and value.op in ("placeholder", "get_attr"):
         return _narrow(graph, value)  # a bias
     bound = torch.finfo(torch.bfloat16).max
-    for user in value.users:  # one clamp a mask, whatever the number of layers that add it
-        if user.target is aten.clamp.default and user.args[1:] == (-bound, bound):
-            for chosen in user.users:
-                for cast in chosen.users:
-                    if chosen.target is aten.where.self and cast.target is _CAST and _comes_before(cast, graph):
-                        return cast
-    clamped = graph.call_function(aten.clamp.default, (value, -bound, bound))
+    for low in value.users:  # one clamp a mask, whatever the number of layers that add it
+        if low.target is not aten.clamp_min.default or low.args[1] != -bound:
+            continue
+        for chosen in (user for high in low.users for user in high.users):
+            for cast in chosen.users:
+                if chosen.target is aten.where.self and cast.target is _CAST and _comes_before(cast, graph):
+                    return cast
+    # Not aten.clamp: Inductor decomposes that before the joint graph, and has no lowering for one that comes later.
+    clamped = graph.call_function(aten.clamp_min.default, (value, -bound))
+    clamped = graph.call_function(aten.clamp_max.default, (clamped, bound))
     finite = graph.call_function(aten.where.self, (graph.call_function(aten.isinf.default, (value,)), value, clamped))
     return graph.call_function(_CAST, (finite, torch.bfloat16))
 

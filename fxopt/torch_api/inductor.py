@@ -34,6 +34,7 @@ __all__ = [
     "config_keys",
     "installed_pass",
     "list_modes",
+    "lowers",
 ]
 
 
@@ -96,6 +97,18 @@ def installed_pass(stage: str, patches: Mapping[str, Any]) -> Any:
     """What a user has already put into the slot of `stage`, by options or by configuration; None if nothing."""
     slot = SLOTS[stage]
     return patches[slot] if slot in patches else getattr(inductor_config, slot)
+
+
+def lowers(target: Any) -> bool:
+    """Whether Inductor compiles an operator that appears in a graph after its decompositions have run.
+
+    It lowers an operator itself or calls it as it is. An operator that it decomposes does not appear any more by then,
+    and one that a pass puts there fails to compile ("both a fallback and a decomp for same op").
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings
+
+    return target in lowerings or target not in select_decomp_table()
 
 
 class _Capture:

@@ -136,14 +136,26 @@ def test_a_pass_that_changes_an_outputs_stride_is_undone():
     gm = trace(lambda x: torch.relu(x), torch.randn(4, 8))
 
     def transposed(self, g, n):
-        t = g.call_function(aten.t.default, (n.args[0],))
+        t = g.call_function(aten.permute.default, (n.args[0], [1, 0]))
         c = g.call_function(aten.clone.default, (t,), {"memory_format": torch.contiguous_format})
-        return g.call_function(aten.t.default, (c,))
+        return g.call_function(aten.permute.default, (c, [1, 0]))
 
     before = str(gm.graph)
     report = run_pass(mutant(replacement=transposed), gm.graph, CONTEXT)
     assert "stride (8, 1) became (1, 4)" in report.error
     assert str(gm.graph) == before
+
+
+def test_a_pass_that_writes_an_operator_which_inductor_has_decomposed_by_then_is_undone(graph):
+    """It would only fail when the candidate is compiled, and there without a word on who wrote it."""
+
+    def clamped(self, g, n):
+        return g.call_function(aten.clamp.default, (n.args[0], 0, None))
+
+    before = str(graph)
+    report = run_pass(mutant(replacement=clamped), graph, CONTEXT)
+    assert "clamp_default: aten.clamp.default is decomposed before this stage" in report.error
+    assert str(graph) == before
 
 
 def test_names_inputs_and_output_meta_survive_a_rewrite(graph):
