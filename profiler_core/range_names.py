@@ -1,0 +1,55 @@
+"""What the name of a range says: an iteration, a call of a compiled graph, or a launch in generated code."""
+
+from __future__ import annotations
+
+import re
+
+from profiler_core.trace import COMPILED_GRAPH_PREFIX, ITERATION_PREFIX, RANGE_PREFIX
+
+_STEP = re.compile(r"ProfilerStep#(\d+)$")  # what torch.profiler's step() leaves
+_GENERATED = re.compile(r"(?:graph_\d+_)?(?:cpp|triton|multi_kernel)_\w+$")
+
+
+def launch_name(kernel: str, handle: int, graph: str = "") -> str:
+    """The name of the range around a launch; ``graph`` tells the graphs of one trace apart."""
+    return f"{RANGE_PREFIX}{kernel}:{handle}{'@' + graph if graph else ''}"
+
+
+def launch_of(name: str) -> tuple[str, str]:
+    """(``kernel:handle``, graph) of a launch range; ("", "") for any other name.
+
+    >>> launch_of("fxopt::extern_kernels.mm:4@0/1")
+    ('extern_kernels.mm:4', '0/1')
+    """
+    if not name.startswith(RANGE_PREFIX) or name.startswith(ITERATION_PREFIX):
+        return "", ""
+    key, _, graph = name[len(RANGE_PREFIX) :].partition("@")
+    return key, graph
+
+
+def kernel_of(key: str) -> str:
+    """The kernel in a key ``kernel:handle``."""
+    return key.rpartition(":")[0]
+
+
+def iteration_of(name: str) -> int:
+    """The number in ``fxopt::iteration#3`` or ``ProfilerStep#3``, -1 for any other name."""
+    if name.startswith(ITERATION_PREFIX):
+        number = name[len(ITERATION_PREFIX) :]
+        return int(number) if number.isdecimal() else -1
+    step = _STEP.match(name)
+    return int(step[1]) if step else -1
+
+
+def graph_call_of(name: str) -> str | None:
+    """Inductor's key of the compiled graph whose call this annotation is ("" where it has none); None for any other
+    name.
+    """
+    if not name.startswith(COMPILED_GRAPH_PREFIX):
+        return None
+    return name[len(COMPILED_GRAPH_PREFIX) :].strip(" #")
+
+
+def is_generated(name: str) -> bool:
+    """Whether this is the name of a kernel that Inductor wrote."""
+    return bool(_GENERATED.match(name))
