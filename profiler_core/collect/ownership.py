@@ -91,8 +91,8 @@ def own(launches: Sequence[Listed], graph: GraphView, *, per_site: bool = True) 
 def _operators(kernel: str, names: list[str], graph: GraphView, per_site: bool) -> list[str]:
     """The operators among ``names`` that a call of a library kernel computes."""
     work = [name for name in names if name not in graph.aliases]
-    base = _base(kernel)
-    for fits in (lambda target: _base(target) == base, lambda target: base in _base(target)):
+    base = operator_base(kernel)
+    for fits in (lambda target: operator_base(target) == base, lambda target: base in operator_base(target)):
         matching = [name for name in work if fits(graph.targets[name])]
         if matching:
             # Those upstream have had their own call before, so what is left over is the last; without lists
@@ -101,7 +101,7 @@ def _operators(kernel: str, names: list[str], graph: GraphView, per_site: bool) 
     return work
 
 
-def _base(name: str) -> str:
+def operator_base(name: str) -> str:
     """``addmm`` of ``extern_kernels.addmm``, ``aten.addmm.default`` and ``torch.ops.aten.addmm.default``."""
     match = re.fullmatch(r"torch\.ops\.\w+\.(\w+)(?:\.\w+)?", name) or re.fullmatch(r"extern_kernels\.(\w+)", name)
     if match:

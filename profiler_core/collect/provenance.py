@@ -67,7 +67,7 @@ class Launch:
     into a library (``extern_kernels.addmm``, ``torch.ops.aten....default``) and False for a kernel that
     Inductor generated. ``flops`` is the sum over ``nodes``; ``bytes`` counts the inputs from outside the
     group once and the outputs used outside once. Both are modelled, and None where a part of the group has
-    no model.
+    no model. ``graph`` is the graph that it belongs to, "" in a provenance, which holds one.
     """
 
     kernel: str
@@ -76,6 +76,7 @@ class Launch:
     extern: bool
     flops: float | None = None
     bytes: float | None = None
+    graph: str = ""
 
     @property
     def key(self) -> str:
@@ -87,13 +88,17 @@ class Launch:
 class Provenance:
     """The launches of one compiled graph in wrapper order, and the nodes that they compute.
 
-    ``version`` is the version of Inductor's mapping ("2.0": per call site; "1": per kernel name only).
+    ``version`` is the version of Inductor's mapping ("2.0": per call site; "1": per kernel name only). ``graph``
+    names the compile ("0/0", "2/1 backward") where a profile holds several, and ``cache_key`` is Inductor's key of
+    the compiled graph, which stands in the annotation around its calls; both are "" where unknown.
     """
 
     version: str
     launches: tuple[Launch, ...]
     nodes: dict[str, NodeInfo]
     source_code: str
+    graph: str = ""
+    cache_key: str = ""
 
     def launch(self, key: str) -> Launch | None:
         """The launch with this ``kernel:handle`` key, or None."""
@@ -107,6 +112,8 @@ class Provenance:
             "launches": [asdict(launch) for launch in self.launches],
             "nodes": [asdict(node) for node in self.nodes.values()],
             "source_code": self.source_code,
+            "graph": self.graph,
+            "cache_key": self.cache_key,
         }
 
     @classmethod
@@ -122,10 +129,12 @@ class Provenance:
             )
         launches = [_read(Launch, item, f"provenance.launches[{i}]") for i, item in enumerate(_list(data, "launches"))]
         nodes = [_read(NodeInfo, item, f"provenance.nodes[{i}]") for i, item in enumerate(_list(data, "nodes"))]
-        for field in ("version", "source_code"):
-            if not isinstance(data.get(field), str):
-                raise ProvenanceFormatError(f"provenance.{field}: expected a string, got {data.get(field)!r}")
-        return cls(data["version"], tuple(launches), {node.name: node for node in nodes}, data["source_code"])
+        texts = [data.get("version"), data.get("source_code"), data.get("graph", ""), data.get("cache_key", "")]
+        for field, value in zip(("version", "source_code", "graph", "cache_key"), texts, strict=True):
+            if not isinstance(value, str):
+                raise ProvenanceFormatError(f"provenance.{field}: expected a string, got {value!r}")
+        version, source, graph, key = (str(text) for text in texts)
+        return cls(version, tuple(launches), {node.name: node for node in nodes}, source, graph, key)
 
 
 def relocate(provenance: Provenance, locations: Mapping[str, tuple[str, str, str, int, str]]) -> Provenance:
@@ -174,6 +183,8 @@ def _read(cls: type[Any], item: Any, where: str) -> Any:
         raise ProvenanceFormatError(f"{where}: expected an object, got {type(item).__name__}")
     values: dict[str, Any] = {}
     for field in fields(cls):
+        if field.name not in item and field.name == "graph":
+            continue  # newer than the first records
         if field.name not in item:
             raise ProvenanceFormatError(f"{where}.{field.name}: missing")
         value = item[field.name]

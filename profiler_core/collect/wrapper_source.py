@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 
+from profiler_core.range_names import launch_name
+
 RANGE_GLOBAL = "_fxopt_launch_range"
-RANGE_PREFIX = "fxopt::"
 
 _COMMENT = re.compile(r"^\s*(?:#|//) \[Provenance debug handles\] (?P<kernel>.+):(?P<handle>\d+)\s*$")
+_SOURCE_NODES = re.compile(r"^\s*(?:#|//) Topologically Sorted Source Nodes: \[(?P<names>[^\]]*)\]")
+_FRAGMENT = re.compile(r"^#\s+%(?P<node>\w+) : .*= call_function\[")
+_DEFINITION = re.compile(r"^(?P<kernel>\w+) = async_compile\.")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,37 @@ def generated_kernels(source: str) -> set[str]:
     return names | set(re.findall(r"^(\w+) = MultiKernelCall", source, re.MULTILINE))
 
 
+def described_nodes(source: str) -> dict[str, list[str]]:
+    """The nodes of each generated kernel, by its name, from the ``Graph fragment`` comments before its definition.
+
+    Several launches may share one kernel; the comment is then about the first of them only.
+    """
+    nodes: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in source.splitlines():
+        if line.startswith("# Graph fragment:"):
+            current = []
+        elif match := _FRAGMENT.match(line):
+            current.append(match["node"])
+        elif match := _DEFINITION.match(line):
+            nodes[match["kernel"]], current = current, []
+    return {kernel: names for kernel, names in nodes.items() if names}
+
+
+def source_nodes(source: str) -> dict[str, list[str]]:
+    """By launch key, the names in the ``Topologically Sorted Source Nodes`` comment of the launch: pre-grad nodes, and
+    post-grad ones for what has no pre-grad origin, as in a backward graph.
+    """
+    names: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in source.splitlines():
+        if match := _SOURCE_NODES.match(line):
+            current = [name for name in match["names"].split(", ") if name]
+        elif match := _COMMENT.match(line):
+            names[f"{match['kernel']}:{match['handle']}"], current = current, []
+    return names
+
+
 @dataclass(frozen=True)
 class Rewritten:
     """One function of the wrapper with ranges around its launches. ``line`` is where its ``def`` stands."""
@@ -58,9 +93,9 @@ class Rewritten:
     wrapped: tuple[str, ...]
 
 
-def with_ranges(source: str, filename: str) -> list[Rewritten]:
+def with_ranges(source: str, filename: str, tag: str = "") -> list[Rewritten]:
     """Put ``with <RANGE_GLOBAL>("fxopt::kernel:handle"):`` around every launch that a provenance comment
-    announces.
+    announces; with a ``tag``, the name ends in ``@tag``.
 
     Returns the rewritten functions, compiled but not run. Raises SyntaxError where ``source`` is not Python.
     """
@@ -72,7 +107,7 @@ def with_ranges(source: str, filename: str) -> list[Rewritten]:
     for owner, function in _functions(tree):
         inside = [s for s in sites if function.lineno <= s.line <= (function.end_lineno or 0)]
         if inside:
-            wrapped = [site.key for site, stop in _spans(inside, function) if _wrap(function.body, site, stop)]
+            wrapped = [site.key for site, stop in _spans(inside, function) if _wrap(function.body, site, stop, tag)]
             done.append((function.name, owner, function.lineno, tuple(wrapped)))
     ast.fix_missing_locations(tree)
     module = compile(tree, filename, "exec")  # only compiled: running it would load every kernel again
@@ -99,13 +134,13 @@ def _spans(sites: list[Site], function: ast.FunctionDef) -> list[tuple[Site, int
     return list(zip(sites, [*(s.line for s in sites[1:]), end], strict=True))
 
 
-def _wrap(body: list[ast.stmt], site: Site, stop: int) -> bool:
+def _wrap(body: list[ast.stmt], site: Site, stop: int, tag: str) -> bool:
     """Wrap the launch of ``site`` in ``body`` or a block inside it; False where there is nothing to wrap."""
     for statement in body:
         if statement.lineno < site.line <= (statement.end_lineno or 0):
             for inner in _blocks(statement):
                 inside = inner and inner[0].lineno <= stop and (inner[-1].end_lineno or 0) > site.line
-                if inside and _wrap(inner, site, stop):
+                if inside and _wrap(inner, site, stop, tag):
                     return True
     indices = [i for i, statement in enumerate(body) if site.line < statement.lineno < stop]
     if not indices:
@@ -121,7 +156,7 @@ def _wrap(body: list[ast.stmt], site: Site, stop: int) -> bool:
             return False
         first, last = work[0], work[-1]
     inner = body[first : last + 1]
-    call = ast.Call(ast.Name(RANGE_GLOBAL, ast.Load()), [ast.Constant(RANGE_PREFIX + site.key)], [])
+    call = ast.Call(ast.Name(RANGE_GLOBAL, ast.Load()), [ast.Constant(launch_name(site.kernel, site.handle, tag))], [])
     block = ast.With(items=[ast.withitem(context_expr=call, optional_vars=None)], body=inner)
     ast.copy_location(block, inner[0])
     block.end_lineno = inner[-1].end_lineno

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from profiler_core.collect.inductor import (
     from_compiled,
     instrumented,
     module_path,
+    tracked,
     user_frame,
 )
 from profiler_core.collect.ownership import GraphView, Listed, own
@@ -231,6 +233,29 @@ def test_lists_per_kernel_name_are_dealt_out_in_order() -> None:
     assert [o.nodes for o in own(launches, CHAIN, per_site=False)] == [("mm",), ("mm_1",)]
 
 
+def test_the_version_less_form_keeps_recomputed_operators_in_both_kernels_and_products_in_one() -> None:
+    g = graph(
+        ("mm", "aten.mm.default", ()),
+        ("a", "aten.add.Tensor", ("mm",)),
+        ("b", "aten.mul.Tensor", ("a",)),
+        ("c", "aten.sub.Tensor", ("a",)),
+        ("mm_1", "aten.mm.default", ("c",)),
+    )
+    listed = [
+        Listed("extern_kernels.mm", True, ("mm", "a", "c", "mm_1")),
+        Listed("k0", False, ("mm", "a", "b")),
+        Listed("k1", False, ("mm", "a", "c")),
+        Listed("extern_kernels.mm", True, ("mm", "a", "c", "mm_1")),
+    ]
+    owned = own(listed, g, per_site=False)
+    assert [o.nodes for o in owned] == [("mm",), ("a", "b"), ("a", "c"), ("mm_1",)]
+    assert not any(o.partial for o in owned)
+
+
+def test_a_copy_for_an_input_that_no_operator_uses_computes_nothing() -> None:
+    assert own([Listed("cpp_fused_0", False, ())], CHAIN)[0].nodes == ()
+
+
 def test_views_around_a_library_call_go_with_it() -> None:
     g = graph(
         ("add", "aten.add.Tensor", ()),
@@ -353,8 +378,9 @@ def test_without_record_and_post_grad_graph_provenance_is_missing(mlp: Compiled,
 def test_a_damaged_record_is_made_again(mlp: Compiled, tmp_path) -> None:
     path = tmp_path / f"{mlp.graph._fx_graph_cache_key}.json"
     path.write_text("{")
-    assert from_compiled(mlp.graph, mlp.gm, tmp_path) == mlp.provenance
-    assert Provenance.from_json(json.loads(path.read_text())) == mlp.provenance
+    expected = replace(mlp.provenance, graph="")  # no compile is under way here
+    assert from_compiled(mlp.graph, mlp.gm, tmp_path) == expected
+    assert Provenance.from_json(json.loads(path.read_text())) == replace(expected, cache_key="")
 
 
 def test_the_version_less_mapping_is_understood(mlp: Compiled) -> None:
@@ -370,6 +396,64 @@ def test_the_version_less_mapping_is_understood(mlp: Compiled) -> None:
     provenance = from_compiled(old, mlp.gm, None)
     assert provenance.version == "1"
     assert [(x.key, x.nodes) for x in provenance.launches] == [(x.key, x.nodes) for x in mlp.provenance.launches]
+
+
+def test_a_compile_is_named_by_its_id_and_its_calls_by_the_cache_key(mlp: Compiled) -> None:
+    assert re.fullmatch(r"\d+/\d+", mlp.provenance.graph)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        mlp.call(torch.randn(8, 32))
+    key = mlp.provenance.cache_key
+    assert key and f"## Call CompiledFxGraph {key} ##" in {event.name for event in profiler.events()}
+
+
+def test_a_cache_filled_without_provenance_is_noticed_and_a_compile_past_it_has_it(cache: None) -> None:
+    model, inputs = Counter(), [torch.randn(3, 4), torch.zeros(4, 4)]
+    with pytest.raises(Exception, match=r"ProvenanceMissing.*provenance_tracking_level"):
+        compile_with_provenance(model, inputs, trace__provenance_tracking_level=0)
+    try:
+        again = compile_with_provenance(model, inputs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # a torch whose cache keys leave the level out
+        assert "ProvenanceMissing" in str(error) and "caches off" in str(error)
+        again = compile_with_provenance(model, inputs, force_disable_caches=True)
+    assert again.provenance.launches and all(launch.nodes for launch in again.provenance.launches)
+
+
+@pytest.fixture(scope="module")
+def training(cache: None) -> list[Provenance]:
+    """Provenance of the forward and the backward graphs of two models, the second compiled after the first ran."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    seen: list[Provenance] = []
+
+    def inner(gm, example, **kwargs):
+        with tracked():
+            compiled = compile_fx_inner(gm, example, **kwargs)
+        seen.append(from_compiled(compiled, gm, None))
+        return compiled
+
+    def backend(gm, example):
+        return compile_fx(gm, example, inner_compile=inner, config_patches={"trace.provenance_tracking_level": 1})
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        for model, width in ((Mlp(), 32), (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), 8)):
+            torch.compile(model, backend=backend)(torch.randn(8, width)).sum().backward()
+    return seen
+
+
+def test_a_backward_graph_has_its_own_provenance(training: list[Provenance]) -> None:
+    names = [p.graph for p in training]
+    assert names == [names[0], f"{names[0]} backward", names[2], f"{names[2]} backward"]
+    for provenance in training:
+        operators = {n.name for n in provenance.nodes.values() if n.target in ("aten.mm.default", "aten.addmm.default")}
+        assert all(launch.nodes for launch in provenance.launches)
+        calls = [x.nodes for x in provenance.launches if x.extern]
+        assert {name for nodes in calls for name in nodes} >= operators and len(calls) == len(operators)
+
+
+def test_a_backward_graph_compiled_without_tracking_is_refused_with_the_remedy() -> None:
+    empty = SimpleNamespace(inductor_provenance_mapping_str='{"version": 2.0}', source_code="")
+    with pytest.raises(ProvenanceMissing, match=r"tracked\(\)"):
+        from_compiled(empty, None, None)
 
 
 def ranges_of(call) -> list[str]:
@@ -393,6 +477,13 @@ def test_ranges_appear_around_every_launch_while_instrumented_and_only_then(mlp:
             assert torch.equal(mlp.call(x), before)
         assert ranges_of(lambda: mlp.call(x)) == []
         assert torch.equal(mlp.call(x), before)
+
+
+def test_a_tag_tells_the_ranges_of_two_graphs_apart(mlp: Compiled) -> None:
+    with torch.no_grad(), instrumented(mlp.graph, mlp.provenance, tag="0/1") as note:
+        assert note is None
+        names = ranges_of(lambda: mlp.call(torch.randn(8, 32)))
+    assert names == [f"{name}@0/1" for name in expected_ranges(mlp)]
 
 
 def test_the_wrapper_is_put_back_after_an_error(mlp: Compiled) -> None:
