@@ -169,8 +169,8 @@ def _check(before: fx.Graph, after: fx.Graph) -> None:
     for node in after.nodes:
         if node.op == "call_function" and node.target not in known and not lowers(node.target):
             raise InvariantError(
-                f"{node.name}: {node.target} is decomposed before this stage, and Inductor has no lowering for one that "
-                "a pass puts here; write what it decomposes into"
+                f"{node.name}: {node.target} is decomposed before this stage, and Inductor has no lowering for one "
+                "that a pass puts here; write what it decomposes into"
             )
     _propagate(inputs_after, after)
     for node in after.nodes:

@@ -11,7 +11,7 @@ from fxopt.labels import Source
 from profiler_core.cost import is_matrix_product
 
 if TYPE_CHECKING:
-    from profiler_core.profile import Profile
+    from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
 __all__ = ["Metric", "graph_metrics", "group_metrics"]

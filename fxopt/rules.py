@@ -16,7 +16,7 @@ from fxopt.labels import Axis, Confidence, Evidence, Label, Scope
 from fxopt.metrics import GraphTimes, Metric, graph_metrics, group_metrics
 
 if TYPE_CHECKING:
-    from profiler_core.profile import Profile
+    from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
 __all__ = ["RULES", "LabelReport", "Rule", "UnknownThreshold", "label", "thresholds"]

@@ -25,7 +25,7 @@ from fxopt.search import Trial, search
 from fxopt.torch_api import dynamo, inductor
 
 if TYPE_CHECKING:
-    from profiler_core.profile import Profile
+    from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
 log = logging.getLogger("fxopt")

@@ -83,6 +83,7 @@ def node_rows(
                 "file": node.file,
                 "line": node.line,
                 "source": node.source,
+                "pre_grad": node.pre_grad,
                 "kernels": round(kernels.get(name, 0) / iterations),
                 "time_ns": share.get(name, 0) / iterations,
                 "group_time_ns": group.get(name, 0) / iterations,

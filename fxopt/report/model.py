@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxopt.measure import PairedResult
     from fxopt.registry import PassReport
     from fxopt.verify import Verdict
-    from profiler_core.profile import Profile
+    from profiler_core.profiles import Profile
 
 SCHEMA_VERSION = 1
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from profiler_core.aggregate import leading_node
@@ -17,32 +18,47 @@ from profiler_core.files import write_atomically
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # Column -> pandas dtype. "Int64" is the nullable integer: a value that was not measured is missing, not zero.
+# A profile with counters has a float64 column more for each of them (:mod:`profiler_core.counters`).
 KERNEL_COLUMNS = {
     "name": "object",
+    "kind": "object",  # kernel | memcpy | memset
+    "process": "int64",
     "device": "object",
     "stream": "Int64",
     "start_ns": "int64",
     "duration_ns": "int64",
-    "thread": "object",
+    "thread": "Int64",  # that launched it
     "launch_ns": "Int64",
     "grid": "object",
     "block": "object",
-    "registers": "Int64",
-    "shared_memory": "Int64",
+    "registers": "Int64",  # per thread
+    "shared_memory": "Int64",  # bytes per block, static and dynamic
     "correlation": "Int64",
-    "iteration": "int64",
-    "operator": "object",
-    "launch": "object",
-    "nodes": "object",
-    "method": "object",
-    "confidence": "object",
+    "iteration": "int64",  # -1: outside of the measured calls
+    "operator": "object",  # innermost around the launch
+    "top_operator": "object",  # outermost
+    "operator_method": "object",  # correlation | enclosure | none
+    "graph": "object",  # the compile, "" where the profile holds one graph
+    "launch": "object",  # kernel:handle
+    "nodes": "object",  # tuple of names
+    "method": "object",  # how the nodes were found: correlation | enclosure | fusion_map | none
+    "confidence": "object",  # high | medium | none
     "reason": "object",
+    "evidence": "object",  # tuple of sentences: claims that lost
+    "family": "object",
+    "precision": "object",
+    "opaque": "bool",  # a black box to the FX graph: a library's or a custom kernel
+    "theoretical_occupancy": "float64",  # %, of the warps that an SM holds; NaN where the device is not known
+    "occupancy_limiter": "object",  # warps | blocks | registers | shared memory
+    "waves_per_sm": "float64",
 }
 NODE_COLUMNS = {
+    "graph": "object",
     "node": "object",
+    "kind": "object",  # node: of an FX graph | operator: outside of every graph
     "target": "object",
     "shape": "object",
     "dtype": "object",
@@ -51,6 +67,7 @@ NODE_COLUMNS = {
     "file": "object",
     "line": "int64",
     "source": "object",
+    "pre_grad": "object",
     "kernels": "int64",
     "time_ns": "float64",
     "group_time_ns": "float64",
@@ -61,8 +78,10 @@ NODE_COLUMNS = {
     "flops": "float64",
     "bytes": "float64",
     "launches": "object",
+    "opaque": "bool",
 }
 _GROUP_COLUMNS = {
+    "graph": "object",
     "launch": "object",
     "kernel": "object",
     "nodes": "object",
@@ -93,14 +112,18 @@ def frame(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> p
 
 @dataclass
 class Profile:
-    """What ran in ``iterations`` calls of a compiled graph, for which FX nodes.
+    """What ran in ``iterations`` calls of a function, for which operators and FX nodes.
 
-    ``kernels`` has a row per kernel launch (columns: :data:`KERNEL_COLUMNS`; times in ns), ``nodes`` a row
-    per operator of the post-grad graph (:data:`NODE_COLUMNS`; ``time_ns`` and ``group_time_ns`` per call,
-    the mean over the window). The time of a fused kernel belongs to the group: a node's ``time_ns`` is then
-    a share by the bytes that each node would move on its own, equal where those are unknown, and
-    ``estimate`` is True. ``wall_ns`` is the median wall time of a call, taken without the profiler. FLOPs
-    and bytes are modelled, times are measured; NaN means not modelled.
+    ``kernels`` has a row per kernel launch (columns: :data:`KERNEL_COLUMNS`; times in ns; a column per counter where
+    counters were taken), ``nodes`` a row per operator of each post-grad graph and, with kind "operator", per operator
+    that ran outside of all graphs (:data:`NODE_COLUMNS`; ``time_ns`` and ``group_time_ns`` per call, the mean over the
+    window). The time of a fused kernel belongs to the group: a node's ``time_ns`` is then a share by the bytes that
+    each node would move on its own, equal where those are unknown, and ``estimate`` is True. ``wall_ns`` is the median
+    wall time of a call, taken without the profiler. FLOPs and bytes are modelled, times and counters are measured; NaN
+    means not modelled or not measured.
+
+    The window is the kernels with an iteration, 0 or more. Others (warm-up, a call that lost kernels) stay in
+    ``kernels`` and count in :attr:`outside_ns` alone.
     """
 
     kernels: pd.DataFrame
@@ -112,66 +135,97 @@ class Profile:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def window(self) -> pd.DataFrame:
+        """The kernels of the measured calls."""
+        return self.kernels[self.kernels["iteration"] >= 0]
+
+    @property
     def total_ns(self) -> int:
         """Time of all kernels in the window, ns; always ``attributed_ns + unattributed_ns``."""
-        return int(self.kernels["duration_ns"].sum())
+        return int(self.window["duration_ns"].sum())
+
+    @property
+    def outside_ns(self) -> int:
+        """Time of the kernels outside of the window, ns."""
+        return int(self.kernels.loc[self.kernels["iteration"] < 0, "duration_ns"].sum())
 
     @property
     def attributed_ns(self) -> int:
-        """Time of the kernels whose FX nodes are known, ns."""
-        return int(self.kernels.loc[self.kernels["method"] != "none", "duration_ns"].sum())
+        """Time of the kernels in the window whose nodes are known, ns."""
+        rows = self.window
+        return int(rows.loc[rows["method"] != "none", "duration_ns"].sum())
 
     @property
     def unattributed_ns(self) -> int:
-        """Time of the kernels whose FX nodes are not known, ns."""
-        return int(self.kernels.loc[self.kernels["method"] == "none", "duration_ns"].sum())
+        """Time of the kernels in the window whose nodes are not known, ns."""
+        rows = self.window
+        return int(rows.loc[rows["method"] == "none", "duration_ns"].sum())
 
     @property
     def attributed_share(self) -> float:
         """Attributed part of the kernel time, 0 to 1; NaN where no kernel ran."""
+        return self._share(self.attributed_ns)
+
+    @property
+    def operator_share(self) -> float:
+        """Part of the kernel time whose operator is known, 0 to 1; NaN where no kernel ran."""
+        rows = self.window
+        return self._share(int(rows.loc[rows["operator_method"] != "none", "duration_ns"].sum()))
+
+    @property
+    def opaque_share(self) -> float:
+        """Part of the kernel time in kernels that are black boxes to the graph (cuBLAS, cuDNN, NCCL, custom)."""
+        rows = self.window
+        return self._share(int(rows.loc[rows["opaque"], "duration_ns"].sum()))
+
+    def _share(self, part: int) -> float:
         total = self.total_ns
-        return self.attributed_ns / total if total else math.nan
+        return part / total if total else math.nan
 
     @property
     def kernel_ns(self) -> float:
         """Kernel time of one call: the median over the iterations, ns."""
-        per_call = self.kernels[self.kernels["iteration"] >= 0].groupby("iteration")["duration_ns"].sum()
+        per_call = self.window.groupby("iteration")["duration_ns"].sum().tolist()
         # An iteration in which no kernel ran has no group but counts as zero.
-        per_call = per_call.reindex(range(self.iterations), fill_value=0)
-        return float(per_call.median())
+        per_call += [0] * (self.iterations - len(per_call))
+        return float(median(per_call))
 
     def unattributed(self) -> pd.DataFrame:
-        """The kernels whose nodes are not known, by name and reason, longest first: name, reason, kernels,
-        time_ns (window).
+        """The kernels of the window whose nodes are not known, by name and reason, longest first: name, reason,
+        kernels, time_ns (window).
         """
-        rows = self.kernels[self.kernels["method"] == "none"]
+        rows = self.window
+        rows = rows[rows["method"] == "none"]
         table = rows.groupby(["name", "reason"], sort=False)["duration_ns"].agg(["count", "sum"]).reset_index()
         table.columns = ["name", "reason", "kernels", "time_ns"]
         return table.sort_values("time_ns", ascending=False, kind="stable").reset_index(drop=True)
 
     def groups(self) -> pd.DataFrame:
-        """One row per launch of the wrapper code, in its order: time and kernels per call, modelled FLOPs
-        and bytes.
+        """One row per launch of the wrapper code, in its order: time and kernels per call, modelled FLOPs and bytes,
+        and the counters where they were taken.
 
         ``share`` is of all kernel time. ``dtype``, ``file``, ``line`` and ``module_path`` are those of the
         group's leading node: the one with most FLOPs, then most bytes.
         """
-        attributed = self.kernels[self.kernels["method"] != "none"].groupby("launch")["duration_ns"]
+        rows = self.window
+        attributed = rows[rows["launch"] != ""].groupby(["graph", "launch"], sort=False)["duration_ns"]
         time, count = attributed.sum().to_dict(), attributed.count().to_dict()
         total = self.total_ns
-        info = {str(row["node"]): _info(row) for row in self.nodes.to_dict("records")}
+        info = {(str(row["graph"]), str(row["node"])): _info(row) for row in self.nodes.to_dict("records")}
         records = []
         for launch in self.launches:
-            lead = leading_node([info[name] for name in launch.nodes if name in info])
-            window_ns = int(time.get(launch.key, 0))
+            graph = launch.graph
+            lead = leading_node([info[graph, name] for name in launch.nodes if (graph, name) in info])
+            window_ns = int(time.get((graph, launch.key), 0))
             records.append(
                 {
+                    "graph": graph,
                     "launch": launch.key,
                     "kernel": launch.kernel,
                     "nodes": launch.nodes,
                     "time_ns": window_ns / self.iterations,
                     "share": window_ns / total if total else 0.0,
-                    "kernels": round(count.get(launch.key, 0) / self.iterations),
+                    "kernels": round(count.get((graph, launch.key), 0) / self.iterations),
                     "flops": launch.flops,
                     "bytes": launch.bytes,
                     "dtype": lead.dtype if lead else None,
@@ -181,7 +235,45 @@ class Profile:
                     "module_path": lead.module_path if lead else "",
                 }
             )
-        return frame(records, _GROUP_COLUMNS)
+        table = frame(records, _GROUP_COLUMNS)
+        if "counters" not in self.kernels:
+            return table
+        from profiler_core.grouping import launch_counters
+
+        counted = launch_counters(self).drop(columns=["time_ns", "share", "kernels"])
+        index = list(zip(table["graph"], table["launch"], strict=True))
+        return table.join(counted.reindex(index).set_axis(table.index))
+
+    def by(self, column: str) -> pd.DataFrame:
+        """Time, kernels and counters by the values of a column: see :func:`profiler_core.grouping.by`."""
+        from profiler_core.grouping import by
+
+        return by(self, column)
+
+    def to_chrome_trace(self, path: str | os.PathLike[str], columns: Sequence[str] = ()) -> None:
+        """Write a trace for Perfetto or chrome://tracing: see :func:`profiler_core.export.to_chrome_trace`."""
+        from profiler_core.export import to_chrome_trace
+
+        to_chrome_trace(self, path, columns=columns)
+
+    def to_folded(self, path: str | os.PathLike[str]) -> None:
+        """Write the stacks of a flame graph: see :func:`profiler_core.export.to_folded`."""
+        from profiler_core.export import to_folded
+
+        to_folded(self, path)
+
+    def to_parquet(self, folder: str | os.PathLike[str]) -> None:
+        """Write the frames as Parquet files: see :func:`profiler_core.parquet.to_parquet`."""
+        from profiler_core.parquet import to_parquet
+
+        to_parquet(self, folder)
+
+    @classmethod
+    def from_parquet(cls, folder: str | os.PathLike[str]) -> Profile:
+        """Read what :meth:`to_parquet` wrote: see :func:`profiler_core.parquet.from_parquet`."""
+        from profiler_core.parquet import from_parquet
+
+        return from_parquet(folder)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, atomically."""
@@ -270,7 +362,15 @@ def _frame_of(table: Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFr
     if missing:
         raise KeyError(f"column {sorted(missing)[0]!r}")
     records = [dict(zip(table["columns"], _tuples(row), strict=True)) for row in table["rows"]]
-    return frame(records, columns)
+    extra = {
+        name: "float64" if _numeric(records, name) else "object" for name in table["columns"] if name not in columns
+    }
+    return frame(records, {**columns, **extra})
+
+
+def _numeric(records: Sequence[Mapping[str, Any]], name: str) -> bool:
+    values = [record[name] for record in records]
+    return all(value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)) for value in values)
 
 
 def _tuples(row: Iterable[Any]) -> list[Any]:

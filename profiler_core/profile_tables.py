@@ -1,0 +1,241 @@
+"""Builds the frames of a :class:`profiler_core.profiles.Profile` from what attribution found, column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from profiler_core.aggregate import node_rows
+from profiler_core.families import classify, opaque_operator
+from profiler_core.profiles import KERNEL_COLUMNS, NODE_COLUMNS, frame
+from profiler_core.range_names import is_generated
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+    from profiler_core.attribute.engine import _Attributed
+    from profiler_core.attribute.rows import Rows
+    from profiler_core.collect.provenance import Provenance
+    from profiler_core.trace import Trace
+
+
+def kernel_frame(
+    trace: Trace,
+    rows: Rows,
+    iteration: np.ndarray,
+    found: _Attributed,
+    provenances: Sequence[Provenance],
+    environment: Mapping[str, Any],
+) -> pd.DataFrame:
+    """The frame ``Profile.kernels``."""
+    import numpy as np
+    import pandas as pd
+
+    kernels, ranges = rows.kernels, rows.ranges
+    operator = ranges.name(ranges.at(ranges.operator, rows.range))
+    top = ranges.name(ranges.at(ranges.top_operator, rows.range))
+    # A replay has no operator of its own: its launch stands for all of it, and is named once.
+    bare = rows.replay & (operator == "") & (rows.call >= 0)
+    operator[bare] = trace.calls["name"].to_numpy()[rows.call[bare]]
+    if trace.device_type == "cpu":  # generated code has no operator around it but is one
+        generated = np.array([is_generated(name) for name in kernels["name"]], dtype=bool) & (operator == "")
+        operator[generated] = kernels["name"].to_numpy()[generated]
+        bare |= generated
+    top[bare] = operator[bare]
+    top = np.where(top == "", operator, top)  # an operator around a graph's call, in which there is none
+    codes, names = pd.factorize(kernels["name"])
+    family = [classify(name) for name in names]
+
+    def of_family(attribute: str, dtype: Any) -> np.ndarray:
+        return np.array([getattr(item, attribute) for item in family], dtype=dtype)[codes]
+
+    shared = kernels["shared_static"].to_numpy(), kernels["shared_dynamic"].to_numpy()
+    data: dict[str, Any] = {
+        "name": kernels["name"].to_numpy(),
+        "kind": kernels["kind"].to_numpy(),
+        "process": kernels["process"].to_numpy(),
+        "device": _devices(trace, kernels),
+        "stream": _nullable(kernels["stream"], -1),
+        "start_ns": kernels["start_ns"].to_numpy(),
+        "duration_ns": kernels["duration_ns"].to_numpy(),
+        "thread": _nullable(rows.thread, -1),
+        "launch_ns": _nullable(rows.launch_ns, -1),
+        "grid": _triples(kernels, "grid"),
+        "block": _triples(kernels, "block"),
+        "registers": _nullable(kernels["registers"], -1),
+        "shared_memory": _nullable(np.where(shared[1] < 0, shared[0], shared[1] + np.maximum(shared[0], 0)), -1),
+        "correlation": _nullable(kernels["correlation"], 0),
+        "iteration": iteration,
+        "operator": operator,
+        "top_operator": top,
+        "operator_method": np.where(operator == "", "none", np.where(bare & rows.replay, "correlation", rows.method)),
+        "graph": np.array([*(p.graph for p in provenances), ""], dtype=object)[found.graph],
+        "launch": found.launch,
+        "nodes": _nodes(found, top, provenances),
+        "method": found.method,
+        "confidence": found.confidence,
+        "reason": found.reason,
+        "evidence": found.evidence,
+        "family": of_family("family", object),
+        "precision": of_family("precision", object),
+        "opaque": of_family("opaque", bool),
+    }
+    if trace.device_type == "cpu":
+        # An operator is the kernel, and a library's may be called anywhere inside it.
+        hides = np.array([bool(opaque_operator(name)) for name in ranges.names], dtype=bool)
+        hidden = ranges.top_operator[hides[ranges.codes]] if len(hides) else np.empty(0, dtype="int64")
+        data["opaque"] = np.isin(ranges.at(ranges.top_operator, rows.range), hidden[hidden >= 0])
+    data |= _occupancy(kernels, data["shared_memory"], environment)
+    typed = {name: pd.Series(data[name], dtype=dtype) for name, dtype in KERNEL_COLUMNS.items()}
+    return pd.DataFrame(typed)
+
+
+def _occupancy(kernels: pd.DataFrame, shared_memory: Any, environment: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Occupancy from the launch record, where the device's limits are known."""
+    import numpy as np
+
+    from profiler_core import occupancy
+
+    count = len(kernels)
+    unknown = {
+        "theoretical_occupancy": np.full(count, np.nan),
+        "occupancy_limiter": np.full(count, "", dtype=object),
+        "waves_per_sm": np.full(count, np.nan),
+    }
+    capability, sms = environment.get("capability"), environment.get("sm_count")
+    if not capability or not sms or not count:
+        return unknown
+    try:
+        limits = occupancy.sm_limits((int(capability[0]), int(capability[1])))
+    except occupancy.UnknownCapability:
+        return unknown
+
+    def product(name: str) -> np.ndarray:
+        return np.prod([kernels[f"{name}_{axis}"].to_numpy(dtype="float64") for axis in "xyz"], axis=0)
+
+    registers = kernels["registers"].to_numpy()
+    found = occupancy.theoretical_occupancy(
+        registers, shared_memory.to_numpy(dtype="float64", na_value=-1), product("block"), limits
+    )
+    return {
+        "theoretical_occupancy": found.percent,
+        "occupancy_limiter": found.limiter,
+        "waves_per_sm": occupancy.waves_per_sm(product("grid"), found.blocks_per_sm, int(sms)),
+    }
+
+
+def node_frame(kernels: pd.DataFrame, provenances: Sequence[Provenance], iterations: int) -> pd.DataFrame:
+    """The frame ``Profile.nodes``: the operators of every graph, then the operators outside of all graphs."""
+    inside = kernels[(kernels["method"] != "none") & (kernels["iteration"] >= 0)]
+    of_graph = inside[inside["launch"] != ""]
+    grouped = of_graph.groupby(["graph", "launch"], sort=False)
+    time, count = grouped["duration_ns"].sum().to_dict(), grouped["duration_ns"].count().to_dict()
+    opaque = grouped["opaque"].any().to_dict()
+    attributed = int(inside["duration_ns"].sum())
+    records: list[dict[str, Any]] = []
+    for provenance in provenances:
+        mine = {launch: ns for (graph, launch), ns in time.items() if graph == provenance.graph}
+        ran = {launch: n for (graph, launch), n in count.items() if graph == provenance.graph}
+        hidden = {launch for (graph, launch), flag in opaque.items() if graph == provenance.graph and flag}
+        for record in node_rows(provenance, mine, ran, iterations):
+            share = record["window_ns"] / attributed if attributed else 0.0
+            is_opaque = any(key in hidden for key in record["launches"])
+            records.append({**record, "graph": provenance.graph, "kind": "node", "share": share, "opaque": is_opaque})
+    eager = inside[inside["launch"] == ""]
+    if len(eager):
+        records += _eager_nodes(eager, attributed, iterations)
+    return frame(records, NODE_COLUMNS)
+
+
+def _eager_nodes(eager: pd.DataFrame, attributed: int, iterations: int) -> list[dict[str, Any]]:
+    """One node per operator outside of every graph, with the full time of its kernels."""
+    records = []
+    for operator, rows in eager.groupby("top_operator", sort=False):
+        time = int(rows["duration_ns"].sum())
+        called = {str(name) for name in rows["operator"]} | {str(operator)}
+        records.append(
+            {
+                "graph": "",
+                "node": operator,
+                "kind": "operator",
+                "target": operator,
+                "shape": None,
+                "dtype": None,
+                "module_path": "",
+                "module_class": "",
+                "file": "",
+                "line": 0,
+                "source": "",
+                "pre_grad": (),
+                "kernels": round(len(rows) / iterations),
+                "time_ns": time / iterations,
+                "group_time_ns": time / iterations,
+                "window_ns": time,
+                "share": time / attributed if attributed else 0.0,
+                "estimate": False,
+                "fused_with": (),
+                "flops": None,
+                "bytes": None,
+                "launches": (),
+                "opaque": any(opaque_operator(name) for name in called) or bool(rows["opaque"].any()),
+            }
+        )
+    return records
+
+
+def _nodes(found: _Attributed, top: np.ndarray, provenances: Sequence[Provenance]) -> np.ndarray:
+    import numpy as np
+    import pandas as pd
+
+    nodes = np.full(len(top), None, dtype=object)
+    table: dict[tuple[int, str], tuple[str, ...]] = {
+        (number, launch.key): launch.nodes for number, p in enumerate(provenances) for launch in p.launches
+    }
+    held = np.flatnonzero(found.graph >= 0)
+    for i, graph, key in zip(held.tolist(), found.graph[held].tolist(), found.launch[held].tolist(), strict=True):
+        nodes[i] = table[graph, key]
+    codes, names = pd.factorize(top)
+    alone = np.full(len(names) + 1, None, dtype=object)
+    for code, name in enumerate(names):
+        alone[code] = (name,)
+    alone[-1] = ()
+    empty = np.array([value is None for value in nodes], dtype=bool)
+    nodes[empty] = alone[np.where(found.eager[empty], codes[empty], -1)]
+    return nodes
+
+
+def _devices(trace: Trace, kernels: pd.DataFrame) -> np.ndarray:
+    import numpy as np
+
+    if trace.device_type == "cpu":
+        return np.full(len(kernels), "cpu", dtype=object)
+    index, codes = np.unique(kernels["device"].to_numpy(), return_inverse=True)
+    names = np.array([f"{trace.device_type}:{i}" if i >= 0 else trace.device_type for i in index], dtype=object)
+    return names[codes] if len(names) else np.empty(0, dtype=object)
+
+
+def _nullable(values: Any, missing: int) -> Any:
+    """A nullable integer array in which ``missing`` is NA."""
+    import numpy as np
+    import pandas as pd
+
+    array = np.asarray(values, dtype="int64")
+    return pd.arrays.IntegerArray(array.copy(), array == missing)
+
+
+def _triples(kernels: pd.DataFrame, name: str) -> np.ndarray:
+    """(x, y, z) tuples, None where x is 0; equal ones are one object."""
+    import numpy as np
+    import pandas as pd
+
+    axes = [pd.factorize(kernels[f"{name}_{axis}"]) for axis in "xyz"]
+    packed = np.zeros(len(kernels), dtype="int64")
+    for axis_codes, values in axes:
+        packed = packed * max(len(values), 1) + axis_codes
+    index, representative, inverse = np.unique(packed, return_index=True, return_inverse=True)
+    shapes = np.empty(len(index), dtype=object)
+    for place, row in enumerate(representative.tolist()):
+        shape = tuple(int(values[axis_codes[row]]) for axis_codes, values in axes)
+        shapes[place] = shape if shape[0] else None
+    return shapes[inverse]
