@@ -1,27 +1,36 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from profiler_core.clocks import ClockMonitor, driver_version, sample, throttle_reasons
+from profiler_core.clocks import DRIFT, ClockMonitor, driver_version, sample, steady, throttle_reasons, under
 
 pynvml = pytest.importorskip("pynvml")
 
-# A GPU whose SM clock falls by 100 MHz with each reading, and which then reports a thermal slowdown.
+# A GPU whose SM clock falls with each reading (by 100 MHz unless told otherwise), and which then reports a thermal
+# slowdown.
 NVML = """
 #include <string.h>
-static int readings = 0, refuse = 0, opened = 0;
+static int readings = 0, refuse = 0, opened = 0, step = 100, idle_after = 2;
+static unsigned pids[4], processes = 0;
+struct process { unsigned pid; unsigned long long memory; unsigned gpu_instance, compute_instance; };
 int nvmlInitWithFlags(unsigned flags) { opened++; return 0; }
 int nvmlInit_v2(void) { opened++; return 0; }
 int nvmlShutdown(void) { opened--; return 0; }
 int stub_opened(void) { return opened; }
-void stub_reset(void) { readings = 0; refuse = 0; }
+void stub_reset(void) { readings = 0; refuse = 0; step = 100; idle_after = 2; processes = 0; }
+void stub_step(int mhz) { step = mhz; }
+void stub_idle_after(int count) { idle_after = count; }
+int stub_readings(void) { return readings; }
+void stub_process(unsigned pid) { pids[processes++] = pid; }
 void stub_refuse(int code) { refuse = code; }
 const char *nvmlErrorString(int code) { return "stub error"; }
 int nvmlSystemGetDriverVersion(char *text, unsigned length) { strncpy(text, "580.00", length); return 0; }
@@ -32,11 +41,20 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
 }
 int nvmlDeviceGetClockInfo(void *device, int kind, unsigned *mhz) {
     if (refuse) return refuse;
-    *mhz = kind == 1 ? 1980 - 100 * readings++ : 3201;
+    *mhz = kind == 1 ? 1980 - step * readings++ : 3201;
     return 0;
 }
 int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *mask) {
-    *mask = readings > 2 ? 0x20 | 0x1 : 0x2;
+    *mask = readings > idle_after ? 0x20 | 0x1 : 0x2;
+    return 0;
+}
+int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) { *milliwatts = 350500 - readings; return 0; }
+int nvmlDeviceGetTemperature(void *device, int sensor, unsigned *celsius) { *celsius = 40 + readings; return 0; }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *found) {
+    unsigned room = found ? *count : 0;
+    *count = processes;
+    if (room < processes) return 7; /* NVML_ERROR_INSUFFICIENT_SIZE */
+    for (unsigned i = 0; i < processes; i++) found[i] = (struct process){.pid = pids[i]};
     return 0;
 }
 int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *mask) {
@@ -139,3 +157,176 @@ def test_reasons_are_named_after_the_bits_of_nvml() -> None:
     assert throttle_reasons(0) == ()
     assert throttle_reasons(0x1 | 0x4 | 0x80) == ("gpu_idle", "sw_power_cap", "hw_power_brake_slowdown")
     assert throttle_reasons(0x4 | 1 << 40) == ("sw_power_cap", hex(1 << 40))
+
+
+# -- sampling from a thread -------------------------------------------------------------------------------------------
+
+
+def wait_for_readings(nvml: ctypes.CDLL, count: int) -> None:
+    while nvml.stub_readings() < count:
+        threading.Event().wait(0.002)
+
+
+def test_a_monitor_with_an_interval_samples_by_itself_and_ends_its_thread(nvml: ctypes.CDLL) -> None:
+    before = threading.active_count()
+    with ClockMonitor(CUDA, interval=0.001) as monitor:
+        wait_for_readings(nvml, 4)
+    taken = monitor.summary()["samples"]
+    assert taken >= 4 and taken == nvml.stub_readings()
+    assert threading.active_count() == before
+
+
+def test_a_run_shorter_than_the_interval_has_a_sample(nvml: ctypes.CDLL) -> None:
+    with ClockMonitor(CUDA, interval=3600.0) as monitor:
+        pass
+    assert monitor.summary()["samples"] == 1
+
+
+def test_power_and_temperature_come_with_the_clocks(nvml: ctypes.CDLL) -> None:
+    with ClockMonitor(CUDA) as monitor:
+        monitor.sample()
+        monitor.sample()
+    summary = monitor.summary()
+    assert (summary["power_w_max"], summary["temperature_c_max"]) == (350.499, 42)
+
+
+def test_a_device_may_be_named_by_a_string(nvml: ctypes.CDLL) -> None:
+    with ClockMonitor("cuda:0") as monitor:
+        monitor.sample()
+    assert monitor.summary()["samples"] == 1
+    with ClockMonitor("cuda:5") as monitor:
+        pass
+    assert "cuda:5" in monitor.summary()["unavailable"]
+
+
+# -- drift ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mhz", "drifted"), [(0, False), (15, False), (25, True)])
+def test_a_clock_that_moves_by_more_than_the_threshold_has_drifted(nvml: ctypes.CDLL, mhz: int, drifted: bool) -> None:
+    nvml.stub_step(mhz)
+    nvml.stub_idle_after(99)
+    with ClockMonitor(CUDA) as monitor:
+        for _ in range(3):
+            monitor.sample()
+    summary = monitor.summary()
+    assert (summary["sm_mhz_first"], summary["sm_mhz_last"]) == (1980, 1980 - 2 * mhz)
+    assert summary["drift"] == pytest.approx(2 * mhz / 1980)
+    assert summary["drifted"] is drifted is (summary["drift"] > DRIFT)
+
+
+def test_the_low_clock_of_an_idle_gpu_is_no_drift(nvml: ctypes.CDLL) -> None:
+    nvml.stub_step(500)
+    nvml.stub_idle_after(1)
+    with ClockMonitor(CUDA) as monitor:
+        monitor.sample()
+        monitor.sample()
+    summary = monitor.summary()
+    assert summary["spread"] > 0.2 and summary["drift"] == 0.0 and not summary["drifted"]
+    assert summary["sm_mhz_first"] == summary["sm_mhz_last"] == 1980
+
+
+def test_a_run_that_drifted_is_repeated_once_and_then_marked(nvml: ctypes.CDLL) -> None:
+    nvml.stub_idle_after(10**6)
+    calls = []
+
+    def run() -> int:
+        calls.append(nvml.stub_readings())
+        wait_for_readings(nvml, nvml.stub_readings() + 3)
+        return len(calls)
+
+    result, summary = steady(run, CUDA, interval=0.001)
+    assert result == len(calls) == summary["runs"] == 2
+    assert summary["drifted"]
+
+
+def test_a_run_that_is_steady_at_the_second_try_is_not_marked(nvml: ctypes.CDLL) -> None:
+    nvml.stub_idle_after(10**6)
+    calls = []
+
+    def run() -> None:
+        calls.append(1)
+        wait_for_readings(nvml, nvml.stub_readings() + 3)
+        nvml.stub_step(0)  # the clock has settled
+
+    _, summary = steady(run, CUDA, interval=0.001)
+    assert summary["runs"] == 2 and not summary["drifted"]
+
+
+def test_a_steady_run_and_a_run_on_a_cpu_run_once(nvml: ctypes.CDLL) -> None:
+    nvml.stub_step(0)
+    for device in (CUDA, torch.device("cpu")):
+        result, summary = steady(lambda: "result", device)
+        assert result == "result" and summary["runs"] == 1 and not summary.get("drifted")
+
+
+# -- other processes --------------------------------------------------------------------------------------------------
+
+
+def others(nvml: ctypes.CDLL) -> int:
+    with ClockMonitor(CUDA) as monitor:
+        pass
+    return monitor.summary()["other_processes"]
+
+
+def test_other_processes_on_the_gpu_are_counted(nvml: ctypes.CDLL) -> None:
+    assert others(nvml) == 0
+    nvml.stub_process(os.getpid())
+    assert others(nvml) == 0
+    nvml.stub_process(1)
+    nvml.stub_process(2)
+    assert others(nvml) == 2
+
+
+def test_a_process_that_comes_during_the_run_is_counted(nvml: ctypes.CDLL) -> None:
+    with ClockMonitor(CUDA) as monitor:
+        nvml.stub_process(1)
+    assert monitor.summary()["other_processes"] == 1
+
+
+def test_in_a_container_that_hides_its_process_ids_one_of_them_is_this_process(
+    nvml: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml.stub_process(1)
+    nvml.stub_process(2)
+    assert others(nvml) == 2  # without a context on the GPU it is none of them
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert others(nvml) == 1
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_monitor_samples_and_off_does_not(nvml: ctypes.CDLL) -> None:
+    with under("monitor", CUDA) as monitor:
+        pass
+    assert monitor.summary()["samples"] >= 1
+    read = nvml.stub_readings()
+    with under("off", CUDA) as monitor:
+        monitor.sample()
+    assert nvml.stub_readings() == read
+    assert monitor.summary() == {"samples": 0, "unavailable": "clocks are not monitored (clocks='off')"}
+
+
+def test_the_policy_lock_holds_the_clocks_around_the_body(nvml: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import contextmanager
+
+    from profiler_core import clock_lock
+
+    seen = []
+
+    @contextmanager
+    def lock(device: object) -> Iterator[None]:
+        seen.append(device)
+        yield
+        seen.append("undone")
+
+    monkeypatch.setattr(clock_lock, "lock", lock)
+    with under("lock", CUDA) as monitor:
+        seen.append("body")
+    assert seen == [CUDA, "body", "undone"] and monitor.summary()["samples"] >= 1
+
+
+def test_an_unknown_policy_is_refused_with_those_that_there_are(nvml: ctypes.CDLL) -> None:
+    with pytest.raises(ValueError, match="expected 'monitor', 'lock' or 'off'"), under("locked", CUDA):
+        pass
