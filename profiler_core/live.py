@@ -1,0 +1,317 @@
+"""Profiles a function of this process: times by torch.profiler, FX nodes from Inductor, counters from CUPTI."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from profiler_core.profiles import Profile
+
+if TYPE_CHECKING:
+    import torch
+
+    from profiler_core.collect.compile_capture import Captured
+    from profiler_core.collect.provenance import Provenance
+    from profiler_core.trace import Trace
+
+COUNTER_SETS = ("none", "quick", "full")
+REPLAYS = ("auto", "application", "kernel")
+# Counters of one layer stand for its twins only where kernels outside of the compiled graphs, which have none then,
+# are of no account.
+_COVERED = 0.99
+
+Launch = tuple[str, str]  # (graph, launch key)
+
+
+def profile(
+    fn: Callable[..., Any],
+    *args: Any,
+    iterations: int = 5,
+    warmup: int = 3,
+    counters: str | Sequence[str] = "quick",
+    replay: str = "auto",
+    deduplicate: bool | None = None,
+    clocks: str = "monitor",
+    device: str | torch.device | None = None,
+    store: Path | None = None,
+    **kwargs: Any,
+) -> Profile:
+    """Call ``fn(*args, **kwargs)`` under a profiler and attribute every kernel that it runs.
+
+    Args:
+        fn: any callable, eager or compiled; a ``torch.compile`` of Inductor's is compiled inside, with provenance.
+        iterations: measured calls.
+        warmup: calls before them; compilation happens in the first.
+        counters: "none", "quick" (two passes), "full" (all twenty) or keys of :data:`profiler_core.counters.COUNTERS`;
+            on a GPU of NVIDIA's alone. Where they cannot be had, the profile has times only and a note says why.
+        replay: "auto", "application" or "kernel": see :mod:`profiler_core.collect.cupti.session`.
+        deduplicate: take counters of one launch of each class of equal layers and carry them to its twins. By default
+            where each kernel has to be replayed, which is slow, and (nearly) all of them are in compiled graphs.
+        clocks: "monitor", "lock" (asked for, because it changes the machine; always undone) or "off".
+        device: whose kernels are measured; by default that of the tensors among the arguments, in a module, and among
+            the variables that a function uses: an accelerator, if any is on one.
+        store: a folder for Inductor's provenance, so that a later run may be served from Inductor's cache; by default
+            the user's cache folder.
+
+    Everything that ``fn`` raises passes through. Raises :class:`ValueError` for an option that is none, and
+    :class:`~profiler_core.collect.conflicts.ProfilerError` where another profiler is at work.
+    """
+    import torch
+
+    from profiler_core import clocks as clock_policy
+    from profiler_core.attribute.engine import attribute
+    from profiler_core.environment import environment
+    from profiler_core.layer_classes import with_layer_classes
+
+    keys = counter_keys(counters)
+    if iterations < 1 or warmup < 0:
+        raise ValueError(f"iterations={iterations}, warmup={warmup}: expected at least 1 and 0")
+    if replay not in REPLAYS:
+        raise ValueError(f"replay={replay!r}: expected one of {', '.join(REPLAYS)}")
+    where = torch.device(device) if device is not None else _device_of((fn, args, kwargs))
+    notes: list[str] = []
+
+    def call() -> Any:
+        return fn(*args, **kwargs)
+
+    with clock_policy.under(clocks, where) as monitor:
+        trace, captured = _measure(call, iterations, warmup, where, store or default_store(), notes)
+    found = environment(where)
+    found["clocks"] = monitor.summary()
+    provenances = captured.called(*_called(trace))
+    result = attribute(trace, provenances, found, eager_nodes=True)
+    if found["clocks"].get("drifted"):
+        notes.append("clocks drifted while the times were taken: compare them within this profile only")
+    notes += [f"no provenance for a compiled graph: {why}" for why in captured.missing]
+    if hasattr(fn, "_torchdynamo_orig_callable") and not _called(trace)[0]:
+        notes.append("Inductor compiled no graph of it: everything is attributed to operators")
+    result = with_layer_classes(result, provenances)
+    if keys and where.type != "cuda":
+        notes.append(f"no hardware counters: they are read on GPUs of NVIDIA, and this ran on {where.type}")
+    elif keys:
+        state = tuple(_tensors((fn, args, kwargs)))
+        graphs = [(graph, p) for graph, p in captured.graphs if any(p is q for q in provenances)]
+        result = _with_cupti(result, call, keys, replay, where, state, graphs, deduplicate, notes)
+    return replace(result, notes=(*result.notes, *notes))
+
+
+def default_store() -> Path:
+    """Where Inductor's provenance is kept unless the caller says otherwise."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("fxopt") / "provenance"
+
+
+def counter_keys(wanted: str | Sequence[str]) -> tuple[str, ...]:
+    """The counters of a set, or those listed. Raises ValueError, naming what there is."""
+    from profiler_core import counters
+
+    if isinstance(wanted, str):
+        sets = {"none": (), "quick": counters.QUICK, "full": counters.FULL}
+        if wanted not in sets:
+            raise ValueError(f"counters={wanted!r}: expected one of {', '.join(COUNTER_SETS)}, or a list of counters")
+        return sets[wanted]
+    unknown = [key for key in wanted if key not in counters.FULL]
+    if unknown:
+        raise ValueError(f"counters: no {', '.join(map(repr, unknown))}; there are {', '.join(counters.FULL)}")
+    return tuple(wanted)
+
+
+def _measure(
+    call: Callable[[], Any], iterations: int, warmup: int, device: torch.device, store: Path, notes: list[str]
+) -> tuple[Trace, Captured]:
+    """Times of ``call``, and the graphs that it is made of.
+
+    Code that was compiled before is of no use, since nobody knows what its kernels compute. Then, and where Inductor's
+    cache serves a graph of which no provenance was kept, everything is compiled once more.
+    """
+    from profiler_core.collect import compile_capture
+
+    caches = True
+    for last in (False, True):
+        with compile_capture.capturing(store, caches=caches) as captured:
+            for _ in range(max(warmup, 1)):
+                call()
+            said, trace = _instrumented(call, captured, iterations, device)
+        unknown = len(_called(trace)[0] - {p.cache_key for p in captured.provenances})
+        if last or not (unknown or captured.missing):
+            break
+        what = "1 graph" if unknown == 1 else f"{unknown} graphs"
+        notes += [f"{what} had been compiled without provenance, and everything was compiled again"] if unknown else []
+        caches = not captured.missing
+        compile_capture.forget_compiled_code()
+    called = {p.graph for p in captured.called(*_called(trace))}
+    notes += [f"graph {graph}: {note}" for graph, note in said.items() if note and graph in called]
+    return trace, captured
+
+
+def _instrumented(
+    call: Callable[[], Any], captured: Captured, iterations: int, device: torch.device
+) -> tuple[dict[str, str | None], Trace]:
+    """What is to be said of launches without ranges, by graph, and the trace."""
+    from profiler_core.collect import inductor, kineto
+
+    said = {}
+    with ExitStack() as stack:
+        for graph, provenance in captured.graphs:
+            ranges = inductor.instrumented(graph, provenance, tag=provenance.graph)
+            said[provenance.graph] = stack.enter_context(ranges)
+        return said, kineto.measure(call, iterations=iterations, warmup=1, device=device)
+
+
+def _called(trace: Trace) -> tuple[set[str], set[str]]:
+    """Inductor's keys of the compiled graphs that were called, and the graphs in whose name launches have ranges."""
+    from profiler_core.range_names import graph_call_of, launch_of
+
+    names = set(trace.ranges["name"])
+    keys = {key for name in names if (key := graph_call_of(name)) is not None}
+    return keys, {launch_of(name)[1] for name in names} - {""}
+
+
+def _with_cupti(
+    result: Profile,
+    call: Callable[[], Any],
+    keys: Sequence[str],
+    replay: Any,
+    device: torch.device,
+    state: Sequence[torch.Tensor],
+    graphs: Sequence[tuple[Any, Provenance]],
+    deduplicate: bool | None,
+    notes: list[str],
+) -> Profile:
+    from profiler_core import counters, layer_classes
+    from profiler_core.attribute.counter_join import carried, with_counters
+    from profiler_core.collect.conflicts import ProfilerError
+    from profiler_core.collect.cupti import session
+
+    provenances = [p for _, p in graphs]
+    twins = {} if deduplicate is False else layer_classes.twins(provenances)
+    chosen = set(twins.values())
+    window = result.window
+    launched, ranged = window["launch"] != "", window["method"].isin(("correlation", "enclosure"))
+    covered = window.loc[launched, "duration_ns"].sum() >= _COVERED * result.total_ns
+    # A replayed CUDA graph runs past the ranges that tell one launch from another.
+    replayed = bool((launched & ~ranged).any())
+    try:
+        chip = counters.chip_of(tuple(result.environment["capability"]))
+        names = counters.metric_names(chip, keys)
+        if not names:  # those of the launch record alone, which the profile has
+            return result
+        reason = "asked for"
+        if replay == "auto":
+            with _on(device):
+                same, reason = session.repeatable(call, state)
+            replay = "application" if same else "kernel"
+        wanted = deduplicate or (deduplicate is None and replay == "kernel" and covered)
+        partly = len(chosen) < len(twins) and wanted and not replayed
+        ours = _of_one_call(result, chosen if partly else None)
+        gate = None
+        with ExitStack() as stack:
+            if partly:
+                gate = session.Gate(_wanted(chosen))
+                for graph, p in graphs:
+                    stack.enter_context(inductor_ranges(graph, p, gate))
+            collection = session.collect(
+                call, names, replay=replay, state=state, device=device.index, kernels=ours, gate=gate
+            )
+    except (ProfilerError, counters.UnknownChip) as error:
+        notes.append(f"no hardware counters: {error}")
+        return result
+    why = collection.reason if partly else reason
+    notes.append(f"counters: {collection.cost()}; {collection.replay} replay: {why}")
+    table = replace(collection.table, notes=collection.table.notes[1:])  # the first says what this one does
+    if not partly:
+        if deduplicate and replayed:
+            notes.append("not deduplicated: the launches in a replayed CUDA graph cannot be measured one by one")
+        return with_counters(result, [table], chip)
+    notes.append(layer_classes.saved(result, provenances))
+    return carried(with_counters(result, [table], chip, only=chosen), twins)
+
+
+def inductor_ranges(graph: Any, provenance: Provenance, gate: Any) -> Any:
+    """The launches of a graph, each inside the gate's range."""
+    from profiler_core.collect import inductor
+
+    return inductor.instrumented(graph, provenance, tag=provenance.graph, ranges=gate.range)
+
+
+def _wanted(chosen: Collection[Launch]) -> Callable[[str], bool]:
+    from profiler_core.range_names import launch_of
+
+    return lambda name: launch_of(name)[::-1] in chosen
+
+
+def _of_one_call(result: Profile, chosen: Collection[Launch] | None) -> int:
+    """How many kernels the first measured call ran: all, or those of some launches."""
+    rows = result.window
+    rows = rows[(rows["kind"] == "kernel") & (rows["iteration"] == rows["iteration"].min())]
+    if chosen is None:
+        return len(rows)
+    return sum(pair in chosen for pair in zip(rows["graph"], rows["launch"], strict=True))
+
+
+def _on(device: torch.device) -> Any:
+    import torch
+
+    return torch.cuda.device(device)
+
+
+def _device_of(values: Any) -> torch.device:
+    import torch
+
+    otherwise = "cuda" if torch.cuda.is_initialized() else "cpu"
+    return next((tensor.device for tensor in _tensors(values)), torch.device(otherwise))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors in arguments, however nested, in modules, and in variables of functions; an accelerator's first."""
+    import torch
+
+    found: dict[int, torch.Tensor] = {}
+    seen: dict[int, Any] = {}  # held, so that no other object gets its id
+
+    def search(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, torch.nn.Module):
+            for tensor in (*value.parameters(), *value.buffers()):
+                search(tensor)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                search(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                search(item)
+        elif isinstance(value, partial):
+            search((value.func, value.args, value.keywords))
+        elif isinstance(value, MethodType):
+            owner = value.__self__
+            search(owner if isinstance(owner, torch.nn.Module) else getattr(owner, "__dict__", {}))
+        elif isinstance(value, FunctionType):
+            search(_used_by(value))
+
+    search(values)
+    yield from sorted(found.values(), key=lambda tensor: tensor.device.type == "cpu")
+
+
+def _used_by(function: FunctionType) -> Any:
+    """The function that torch.compile was given, or the variables of a user's function."""
+    compiled = getattr(function, "_torchdynamo_orig_callable", None)
+    if compiled is not None:
+        return compiled
+    if str(function.__module__).partition(".")[0] == "torch":
+        return ()
+    try:
+        variables = inspect.getclosurevars(function)
+    except ValueError:  # a variable without a value yet
+        return ()
+    return variables.nonlocals, variables.globals
