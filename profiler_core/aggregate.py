@@ -54,7 +54,12 @@ def node_rows(
     keys: dict[str, list[str]] = {}
     fused: dict[str, dict[str, None]] = {}
     for launch in provenance.launches:
-        members = [provenance.nodes[name] for name in launch.nodes if name in provenance.nodes]
+        # An input that is listed with them has no row, and so gets no share.
+        members = [
+            provenance.nodes[name]
+            for name in launch.nodes
+            if name in provenance.nodes and provenance.nodes[name].op == "call_function"
+        ]
         if not members:
             continue
         weight = weights(members)
@@ -66,7 +71,6 @@ def node_rows(
             kernels[node.name] = kernels.get(node.name, 0) + launch_kernels.get(launch.key, 0)
             keys.setdefault(node.name, []).append(launch.key)
             fused.setdefault(node.name, {}).update(dict.fromkeys(n for n in working if n != node.name))
-    attributed = sum(launch_ns.values())
     rows = []
     for node in provenance.nodes.values():
         if node.op != "call_function":
@@ -88,7 +92,6 @@ def node_rows(
                 "time_ns": share.get(name, 0) / iterations,
                 "group_time_ns": group.get(name, 0) / iterations,
                 "window_ns": share.get(name, 0),
-                "share": share.get(name, 0) / attributed if attributed else 0.0,
                 "estimate": bool(fused.get(name)),
                 "fused_with": tuple(fused.get(name, ())),
                 "flops": node.flops,

@@ -21,8 +21,9 @@ def by(profile: Profile, column: str) -> pd.DataFrame:
     """Time, kernels and counters of the window by the values of ``column``, longest first.
 
     ``column`` is one of ``profile.kernels`` (operator, top_operator, name, family, stream, ...) or, of the nodes,
-    "node", "target", "module_path", "module_class", "file", "line" (``file:line``) or "layer_class". Columns: the
-    value, ``time_ns`` (per call), ``share`` (of all kernel time), ``kernels`` (per call), then the counters and
+    "node", "target", "module_path", "module_class", "file", "line" (``file:line``) or "layer_class"; where there are
+    several graphs, a node is named with its own: "mm (0/1)". Columns: the value, ``time_ns`` (per call), ``share`` (of
+    all kernel time), ``kernels`` (per call, a part of one for each node of a fused kernel), then the counters and
     ``counter_coverage``. Time of a fused kernel is shared among its nodes by the bytes that each would move; counters
     that are sums are shared in the same way, rates are weighted by it. Kernels without nodes are "" there, and a value
     that is missing is one of its own, so that the times always sum to the total. Raises KeyError, naming the columns
@@ -118,6 +119,7 @@ def _node_parts(
     import numpy as np
 
     info = {(row["graph"], row["node"]): row for row in profile.nodes.to_dict("records")}
+    several = not qualified and len({graph for graph, _ in info} - {""}) > 1
     cache: dict[tuple[str, tuple[str, ...]], list[tuple[object, float]]] = {}
 
     def parts(graph: str, nodes: tuple[str, ...]) -> list[tuple[object, float]]:
@@ -130,6 +132,8 @@ def _node_parts(
         found: dict[object, float] = {}
         for row, weight in zip(rows, weights.tolist(), strict=True):
             value = f"{row['file']}:{row['line']}" if column == "line" and row["file"] else row[column]
+            if column == "node" and several and row["graph"]:  # each graph has its own "mm"
+                value = f"{row['node']} ({row['graph']})"
             value = "" if column == "line" and not row["file"] else value
             value = (row["graph"], value) if qualified else value
             found[value] = found.get(value, 0.0) + weight

@@ -19,6 +19,8 @@ def with_layer_classes(profile: Profile, provenances: Sequence[Provenance]) -> P
     """The profile with a column ``layer_class`` in ``nodes`` ("" outside of repeated layers), and a note per graph that
     counts layers and classes.
     """
+    import pandas as pd
+
     classes: dict[tuple[str, str], str] = {}
     notes = []
     for provenance in provenances:
@@ -26,9 +28,10 @@ def with_layer_classes(profile: Profile, provenances: Sequence[Provenance]) -> P
         classes |= {(provenance.graph, node): name for node, name in found.node_class.items()}
         if found.classes:
             notes.append(f"graph {provenance.graph}: {found.describe()}")
-    nodes = profile.nodes.assign(
-        layer_class=[classes.get(key, "") for key in zip(profile.nodes["graph"], profile.nodes["node"], strict=True)]
-    )
+    keys = zip(profile.nodes["graph"], profile.nodes["node"], strict=True)
+    # dtype said: pandas 3 would infer its own string type, and a profile would differ after save and load.
+    column = pd.Series([classes.get(key, "") for key in keys], dtype=object, index=profile.nodes.index)
+    nodes = profile.nodes.assign(layer_class=column)
     return replace(profile, nodes=nodes, notes=(*profile.notes, *notes))
 
 

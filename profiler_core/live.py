@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -37,6 +37,7 @@ def profile(
     counters: str | Sequence[str] = "quick",
     replay: str = "auto",
     deduplicate: bool | None = None,
+    primed: bool = False,
     clocks: str = "monitor",
     device: str | torch.device | None = None,
     store: Path | None = None,
@@ -53,6 +54,8 @@ def profile(
         replay: "auto", "application" or "kernel": see :mod:`profiler_core.collect.cupti.session`.
         deduplicate: take counters of one launch of each class of equal layers and carry them to its twins. By default
             where each kernel has to be replayed, which is slow, and (nearly) all of them are in compiled graphs.
+        primed: under application replay, call twice a pass and count the second call, whose caches are as a call leaves
+            them.
         clocks: "monitor", "lock" (asked for, because it changes the machine; always undone) or "off".
         device: whose kernels are measured; by default that of the tensors among the arguments, in a module, and among
             the variables that a function uses: an accelerator, if any is on one.
@@ -97,7 +100,8 @@ def profile(
     elif keys:
         state = tuple(_tensors((fn, args, kwargs)))
         graphs = [(graph, p) for graph, p in captured.graphs if any(p is q for q in provenances)]
-        result = _with_cupti(result, call, keys, replay, where, state, graphs, deduplicate, notes)
+        asked = _Asked(keys, replay, deduplicate, primed)
+        result = _with_cupti(result, call, asked, where, state, graphs, notes)
     return replace(result, notes=(*result.notes, *notes))
 
 
@@ -174,15 +178,23 @@ def _called(trace: Trace) -> tuple[set[str], set[str]]:
     return keys, {launch_of(name)[1] for name in names} - {""}
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The options of :func:`profile` that say how counters are taken."""
+
+    keys: Sequence[str]
+    replay: Any = "auto"
+    deduplicate: bool | None = None
+    primed: bool = False
+
+
 def _with_cupti(
     result: Profile,
     call: Callable[[], Any],
-    keys: Sequence[str],
-    replay: Any,
+    asked: _Asked,
     device: torch.device,
     state: Sequence[torch.Tensor],
     graphs: Sequence[tuple[Any, Provenance]],
-    deduplicate: bool | None,
     notes: list[str],
 ) -> Profile:
     from profiler_core import counters, layer_classes
@@ -191,24 +203,26 @@ def _with_cupti(
     from profiler_core.collect.cupti import session
 
     provenances = [p for _, p in graphs]
-    twins = {} if deduplicate is False else layer_classes.twins(provenances)
+    twins = {} if asked.deduplicate is False else layer_classes.twins(provenances)
     chosen = set(twins.values())
     window = result.window
     launched, ranged = window["launch"] != "", window["method"].isin(("correlation", "enclosure"))
     covered = window.loc[launched, "duration_ns"].sum() >= _COVERED * result.total_ns
     # A replayed CUDA graph runs past the ranges that tell one launch from another.
     replayed = bool((launched & ~ranged).any())
+    if asked.deduplicate and replayed:
+        notes.append("not deduplicated: the launches in a replayed CUDA graph cannot be measured one by one")
     try:
         chip = counters.chip_of(tuple(result.environment["capability"]))
-        names = counters.metric_names(chip, keys)
+        names = counters.metric_names(chip, asked.keys)
         if not names:  # those of the launch record alone, which the profile has
             return result
-        reason = "asked for"
+        replay, reason = asked.replay, "asked for"
         if replay == "auto":
             with _on(device):
                 same, reason = session.repeatable(call, state)
             replay = "application" if same else "kernel"
-        wanted = deduplicate or (deduplicate is None and replay == "kernel" and covered)
+        wanted = asked.deduplicate or (asked.deduplicate is None and replay == "kernel" and covered)
         partly = len(chosen) < len(twins) and wanted and not replayed
         ours = _of_one_call(result, chosen if partly else None)
         gate = None
@@ -218,7 +232,14 @@ def _with_cupti(
                 for graph, p in graphs:
                     stack.enter_context(inductor_ranges(graph, p, gate))
             collection = session.collect(
-                call, names, replay=replay, state=state, device=device.index, kernels=ours, gate=gate
+                call,
+                names,
+                replay=replay,
+                state=state,
+                device=device.index,
+                kernels=ours,
+                gate=gate,
+                primed=asked.primed,
             )
     except (ProfilerError, counters.UnknownChip) as error:
         notes.append(f"no hardware counters: {error}")
@@ -227,8 +248,6 @@ def _with_cupti(
     notes.append(f"counters: {collection.cost()}; {collection.replay} replay: {why}")
     table = replace(collection.table, notes=collection.table.notes[1:])  # the first says what this one does
     if not partly:
-        if deduplicate and replayed:
-            notes.append("not deduplicated: the launches in a replayed CUDA graph cannot be measured one by one")
         return with_counters(result, [table], chip)
     notes.append(layer_classes.saved(result, provenances))
     return carried(with_counters(result, [table], chip, only=chosen), twins)

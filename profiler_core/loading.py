@@ -178,7 +178,13 @@ def compare(first: Profile, other: Profile) -> pd.DataFrame:
     from profiler_core.attribute.call_order import match
 
     columns = ["name", "duration_ns", "operator", "graph", "launch", "nodes"]
-    mine, theirs = (p.window[p.window["kind"] == "kernel"][columns].reset_index(drop=True) for p in (first, other))
+
+    def launched(p: Profile) -> pd.DataFrame:
+        rows = p.window[p.window["kind"] == "kernel"]
+        order = rows["launch_ns"].fillna(rows["start_ns"]).argsort(kind="stable")  # streams may overtake each other
+        return rows.iloc[order][columns].reset_index(drop=True)
+
+    mine, theirs = launched(first), launched(other)
     index = match(mine["name"].tolist(), theirs["name"].tolist()).index
     return mine.join(theirs.reindex(index).set_axis(mine.index).add_suffix("_other"))
 

@@ -86,6 +86,7 @@ def kernel_frame(
         hides = np.array([bool(opaque_operator(name)) for name in ranges.names], dtype=bool)
         hidden = ranges.top_operator[hides[ranges.codes]] if len(hides) else np.empty(0, dtype="int64")
         data["opaque"] = np.isin(ranges.at(ranges.top_operator, rows.range), hidden[hidden >= 0])
+    data["spans"] = _spans(trace, rows)
     data |= _occupancy(kernels, data["shared_memory"], environment)
     typed = {name: pd.Series(data[name], dtype=dtype) for name, dtype in KERNEL_COLUMNS.items()}
     return pd.DataFrame(typed)
@@ -125,6 +126,33 @@ def _occupancy(kernels: pd.DataFrame, shared_memory: Any, environment: Mapping[s
     }
 
 
+def _spans(trace: Trace, rows: Rows) -> np.ndarray:
+    """Names of the NVTX start/end ranges that were open in the process when each kernel was launched, innermost
+    first. They overlap as they like, so this is a question for an interval tree.
+    """
+    import numpy as np
+
+    from profiler_core.attribute.enclosure import all_enclosing
+
+    spans = np.empty(len(rows), dtype=object)
+    spans[:] = [()] * len(rows)
+    ranges = trace.ranges[trace.ranges["category"] == "span"]
+    asked = np.flatnonzero(rows.launch_ns >= 0)
+    if not len(ranges) or not len(asked):
+        return spans
+    names = ranges["name"].tolist()
+    open_then = all_enclosing(
+        ranges["start_ns"].to_numpy(),
+        ranges["end_ns"].to_numpy(),
+        ranges["process"].to_numpy(),
+        rows.launch_ns[asked],
+        rows.kernels["process"].to_numpy()[asked],
+    )
+    for i, found in zip(asked.tolist(), open_then, strict=True):
+        spans[i] = tuple(names[row] for row in found)
+    return spans
+
+
 def node_frame(kernels: pd.DataFrame, provenances: Sequence[Provenance], iterations: int) -> pd.DataFrame:
     """The frame ``Profile.nodes``: the operators of every graph, then the operators outside of all graphs."""
     inside = kernels[(kernels["method"] != "none") & (kernels["iteration"] >= 0)]
@@ -132,23 +160,23 @@ def node_frame(kernels: pd.DataFrame, provenances: Sequence[Provenance], iterati
     grouped = of_graph.groupby(["graph", "launch"], sort=False)
     time, count = grouped["duration_ns"].sum().to_dict(), grouped["duration_ns"].count().to_dict()
     opaque = grouped["opaque"].any().to_dict()
-    attributed = int(inside["duration_ns"].sum())
+    total = int(kernels.loc[kernels["iteration"] >= 0, "duration_ns"].sum())
     records: list[dict[str, Any]] = []
     for provenance in provenances:
         mine = {launch: ns for (graph, launch), ns in time.items() if graph == provenance.graph}
         ran = {launch: n for (graph, launch), n in count.items() if graph == provenance.graph}
         hidden = {launch for (graph, launch), flag in opaque.items() if graph == provenance.graph and flag}
         for record in node_rows(provenance, mine, ran, iterations):
-            share = record["window_ns"] / attributed if attributed else 0.0
+            share = record["window_ns"] / total if total else 0.0
             is_opaque = any(key in hidden for key in record["launches"])
             records.append({**record, "graph": provenance.graph, "kind": "node", "share": share, "opaque": is_opaque})
     eager = inside[inside["launch"] == ""]
     if len(eager):
-        records += _eager_nodes(eager, attributed, iterations)
+        records += _eager_nodes(eager, total, iterations)
     return frame(records, NODE_COLUMNS)
 
 
-def _eager_nodes(eager: pd.DataFrame, attributed: int, iterations: int) -> list[dict[str, Any]]:
+def _eager_nodes(eager: pd.DataFrame, total: int, iterations: int) -> list[dict[str, Any]]:
     """One node per operator outside of every graph, with the full time of its kernels."""
     records = []
     for operator, rows in eager.groupby("top_operator", sort=False):
@@ -172,7 +200,7 @@ def _eager_nodes(eager: pd.DataFrame, attributed: int, iterations: int) -> list[
                 "time_ns": time / iterations,
                 "group_time_ns": time / iterations,
                 "window_ns": time,
-                "share": time / attributed if attributed else 0.0,
+                "share": time / total if total else 0.0,
                 "estimate": False,
                 "fused_with": (),
                 "flops": None,

@@ -48,6 +48,7 @@ KERNEL_COLUMNS = {
     "confidence": "object",  # high | medium | none
     "reason": "object",
     "evidence": "object",  # tuple of sentences: claims that lost
+    "spans": "object",  # tuple of names: NVTX start/end ranges open at the launch, innermost first
     "family": "object",
     "precision": "object",
     "opaque": "bool",  # a black box to the FX graph: a library's or a custom kernel

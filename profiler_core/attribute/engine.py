@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler_core.attribute import windows as measured
 from profiler_core.attribute.claims import Claims, Graphs, by_names, by_range, by_replay, graph_of_calls, same_code
+from profiler_core.attribute.correlation import device_annotation
 from profiler_core.attribute.fusion_map import NOT_NAMED
 from profiler_core.attribute.rows import Rows, rows_of
 from profiler_core.collect.provenance import Provenance
@@ -144,6 +145,12 @@ class _Attributed:
         said = ranges.name(rows.other[differ])
         for i, name in zip(differ.tolist(), said.tolist(), strict=True):
             self._add_evidence(i, f"by the other path its launch lies in {name!r}")
+        if trace.device_type != "cpu":
+            # Time on the device says nothing of the launch, so this is no claim; it is where a reader would look next.
+            around = np.where(rows.range < 0, device_annotation(trace), -1)
+            lost = np.flatnonzero(around >= 0)
+            for i, name in zip(lost.tolist(), ranges.name(around[lost]).tolist(), strict=True):
+                self._add_evidence(i, f"on its stream it ran within {name!r}")
         return self
 
     def _take(self, claims: Claims, method: str, rows: Rows, graphs: Graphs) -> None:
@@ -207,7 +214,9 @@ def _with_nodes(claim: tuple[int, str, str], graphs: Graphs) -> tuple[int, str, 
     graph, key, _ = claim
     if graph >= 0:
         launch = graphs.all[graph].launch(key)
-        if launch is None or not any(name in graphs.all[graph].nodes for name in launch.nodes):
+        nodes = graphs.all[graph].nodes
+        known = [nodes[name] for name in launch.nodes if name in nodes] if launch else []
+        if not any(node.op == "call_function" for node in known):
             return -1, "", f"Inductor's mapping names no FX node for {key}"
     return claim
 

@@ -299,6 +299,29 @@ def test_cpu_kernels_are_the_operators_of_library_ranges_and_generated_ranges_as
     assert profile.unattributed().iloc[0]["reason"].startswith("aten::clone ran outside of every launch")
 
 
+def test_user_spans_that_overlap_are_all_kept_innermost_first() -> None:
+    trace = Trace.build(
+        kernels={"name": ["k", "k"], "start_ns": [500, 600], "duration_ns": [5, 5], "correlation": [1, 2]},
+        calls={"name": ["cudaLaunchKernel"] * 2, "thread": [1, 1], "start_ns": [150, 250], "end_ns": [151, 251],
+               "correlation": [1, 2]},
+        ranges={"name": ["epoch", "load", "step"], "category": ["span"] * 3, "process": [0, 0, 9],
+                "start_ns": [100, 120, 0], "end_ns": [300, 200, 900]},
+    )  # fmt: skip
+    assert list(attribute(trace).kernels["spans"]) == [("load", "epoch"), ("epoch",)]  # another process's is no one's
+
+
+def test_where_on_the_device_a_lost_kernel_ran_is_evidence_and_no_claim() -> None:
+    trace = Trace.build(
+        kernels={"name": ["k"], "device": [0], "stream": [7], "start_ns": [500], "duration_ns": [5],
+                 "correlation": [1]},
+        ranges={"name": ["step"], "category": ["device"], "device": [0], "stream": [7], "start_ns": [400],
+                "end_ns": [900]},
+    )  # fmt: skip
+    row = attribute(trace, eager_nodes=True).kernels.iloc[0]
+    assert row["evidence"] == ("on its stream it ran within 'step'",)
+    assert (row["method"], row["operator"], row["nodes"]) == ("none", "", ())
+
+
 # --- shares ------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +346,14 @@ def test_fused_nodes_share_time_by_the_bytes_each_would_move() -> None:
 def test_nodes_of_unknown_bytes_share_equally_but_views_get_nothing() -> None:
     nodes = [NodeInfo(n, "call_function", "t", bytes=b) for n, b in (("a", None), ("view", 0.0), ("b", 9.0))]
     assert weights(nodes) == [1.0, 0.0, 1.0]
+
+
+def test_an_input_that_is_listed_with_a_node_takes_nothing_of_its_time() -> None:
+    copied = Launch("triton_poi_fused_0", 1, ("arg0", "add"), False)
+    nodes = {"arg0": NodeInfo("arg0", "placeholder", "arg0"), "add": NodeInfo("add", "call_function", "aten.add")}
+    trace = cpu_trace(Op("fxopt::triton_poi_fused_0:1", 1, 0, 40))
+    profile = attribute(trace, Provenance("2.0", (copied,), nodes, ""), {})
+    assert profile.attributed_ns == 40 and conserved(profile)
 
 
 def test_a_node_alone_in_its_kernel_is_no_estimate() -> None:

@@ -156,14 +156,14 @@ def stub(built: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
 # --- passes ------------------------------------------------------------------------------------------------
 
 
-def test_application_replay_gives_a_row_for_each_kernel_of_the_second_call_of_a_pass(stub: Stub) -> None:
+def test_application_replay_calls_the_function_once_a_pass_and_gives_a_row_a_kernel(stub: Stub) -> None:
     calls = []
     result = stub.collect(lambda: (calls.append(1), stub.launch(4)), warmup=2)
-    assert len(calls) == 2 + 2 * 3 and result.passes == len(result.pass_seconds) == 3
+    assert len(calls) == 2 + 3 and result.passes == len(result.pass_seconds) == 3
     assert all(inside <= whole for inside, whole in zip(result.call_seconds, result.pass_seconds, strict=True))
     rows = result.table.rows
     assert list(rows.columns) == [*ROW_COLUMNS, *METRICS]
-    assert rows["a.sum"].tolist() == [400, 500, 600, 700] and rows["b.ratio"].tolist() == [401, 501, 601, 701]
+    assert rows["a.sum"].tolist() == [0, 100, 200, 300] and rows["b.ratio"].tolist() == [1, 101, 201, 301]
     assert rows["id"].tolist() == [0, 1, 2, 3] and set(rows["device"]) == {5} and set(rows["process"]) == {os.getpid()}
     assert {n: str(t) for n, t in rows.dtypes.items()} == {
         **{name: dtype for name, (dtype, _) in ROW_COLUMNS.items()}, **dict.fromkeys(METRICS, "float64"),
@@ -176,9 +176,8 @@ def test_application_replay_gives_a_row_for_each_kernel_of_the_second_call_of_a_
 
 def test_calls_go_to_cupti_in_the_order_that_it_wants(stub: Stub) -> None:
     stub.collect(lambda: stub.launch(1), kernels=7)
-    twice = ["synchronize", "synchronize"]  # the first call is not counted
-    one_pass = ["cuptiRangeProfilerSetConfig", None, "cuptiRangeProfilerStart", *twice, "cuptiRangeProfilerStop"]
-    passes = [name or f"pass {i} replay 1 max 16" for i in range(3) for name in one_pass]
+    one_pass = ["cuptiRangeProfilerSetConfig", None, "cuptiRangeProfilerStart", "synchronize", "cuptiRangeProfilerStop"]
+    passes = [name or f"pass {i} replay 1 max 8" for i in range(3) for name in one_pass]
     decoded = ["cuptiRangeProfilerDecodeData", "cuptiRangeProfilerGetCounterDataInfo"]
     evaluated = ["cuptiProfilerHostEvaluateToGpuValues"]
     assert stub.log() == [*OPENED, "synchronize", *passes, *decoded, *evaluated, *CLOSED]
@@ -203,10 +202,10 @@ def test_a_metric_asked_for_twice_is_one_column(stub: Stub) -> None:
 def test_more_kernels_than_provided_for_are_collected_in_a_second_try(stub: Stub) -> None:
     calls = []
     result = stub.collect(lambda: (calls.append(1), stub.launch(600)), warmup=0)
-    assert len(result.table.rows) == 600 and not result.table.partial and len(calls) == 12
+    assert len(result.table.rows) == 600 and not result.table.partial and len(calls) == 6
     assert [line for line in stub.log() if line.startswith("pass 0")] == [
+        "pass 0 replay 1 max 512",
         "pass 0 replay 1 max 1024",
-        "pass 0 replay 1 max 2080",
     ]
     assert stub.log().count("cuptiRangeProfilerDisable") == 2
 
@@ -218,9 +217,11 @@ def test_under_kernel_replay_kernels_without_room_are_reported_not_collected_aga
     assert "room for 4 ranges, and 1 kernels or more have none" in result.table.partial[0]
 
 
-def test_where_the_two_calls_of_a_pass_differ_each_pass_calls_once(stub: Stub) -> None:
+def test_primed_the_second_call_of_a_pass_counts_unless_the_two_differ(stub: Stub) -> None:
+    same = stub.collect(lambda: stub.launch(2), warmup=0, primed=True)
+    assert same.table.rows["a.sum"].tolist() == [200, 300]  # of the second call
     launched = iter(3 * [1, 2] + 20 * [2])  # the first call of a pass launches less
-    result = stub.collect(lambda: stub.launch(next(launched)), warmup=0)
+    result = stub.collect(lambda: stub.launch(next(launched)), warmup=0, primed=True)
     assert len(result.table.rows) == 2 and result.table.rows["a.sum"].tolist() == [0, 100]
 
 
@@ -426,7 +427,7 @@ def test_batch_norm_in_training_changes_its_statistics() -> None:
 def test_the_replay_is_chosen_by_what_one_call_did(stub: Stub) -> None:
     calls = []
     same = stub.collect(lambda: (calls.append(1), stub.launch(1)), replay="auto", warmup=1)
-    assert same.replay == "application" and len(calls) == 1 + 1 + 2 * 3
+    assert same.replay == "application" and len(calls) == 1 + 1 + 3
     state = torch.zeros(3)
     other = stub.collect(lambda: (state.add_(1), stub.launch(1)), replay="auto", state=[state], warmup=1)
     assert other.replay == other.table.replay == "kernel" and state[0] == 1 + 1 + 1

@@ -319,6 +319,7 @@ def test_an_operator_around_a_graph_is_that_of_kernels_which_have_none_inside() 
     ops = (
         Op("mylib::layer", 1, 0, 100),
         Op("## Call CompiledFxGraph k ##", 1, 10, 90),
+        Op("a part of it", 1, 15, 80, category="user_annotation"),
         Op("cudaLaunchKernel", 1, 20, 22, 1, "cuda_runtime"),
     )
     row = attribute(Trace.of(ops, (Kernel("k", 0, 7, 200, 9, 1),)), eager_nodes=True).kernels.iloc[0]

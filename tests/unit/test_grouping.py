@@ -142,7 +142,7 @@ def test_a_profile_without_kernels_has_no_groups() -> None:
     assert len(launch_counters(empty)) == 0
 
 
-def test_the_same_node_name_in_two_graphs_is_two_nodes_of_one_name() -> None:
+def test_the_same_node_name_in_two_graphs_is_two_nodes() -> None:
     first, second = replace(GRAPH, graph="0/0"), replace(GRAPH, graph="0/1")
     ops, kernels = [], []
     for i, tag in enumerate(("0/0", "0/1")):
@@ -152,7 +152,7 @@ def test_the_same_node_name_in_two_graphs_is_two_nodes_of_one_name() -> None:
     profile = attribute(Trace.of(ops, kernels), [first, second])
     ran = profile.nodes[profile.nodes["window_ns"] > 0]
     assert list(zip(ran["graph"], ran["node"], ran["window_ns"], strict=True)) == [("0/0", "mm", 30), ("0/1", "mm", 31)]
-    assert profile.by("node").set_index("node")["time_ns"].to_dict() == {"mm": 61.0}
+    assert profile.by("node").set_index("node")["time_ns"].to_dict() == {"mm (0/0)": 30.0, "mm (0/1)": 31.0}
     assert launch_counters(profile)["time_ns"].to_dict() == {
         ("0/0", "extern_kernels.mm:1"): 30.0,
         ("0/1", "extern_kernels.mm:1"): 31.0,

@@ -556,12 +556,10 @@ class Study:
         found = live._with_cupti(
             plain or self.plain,
             self.call,
-            keys,
-            replay,
+            live._Asked(keys, replay, deduplicate),
             torch.device("cpu"),
             (self.x,),
             self.graphs,
-            deduplicate,
             notes,
         )
         self.notes = notes
@@ -633,7 +631,7 @@ def test_launches_of_a_replayed_cuda_graph_are_not_waited_for(study: Study) -> N
     found = study.counted(plain=replayed)
     assert study.stub.options["gate"] is None and set(found.window["counters"]) == {"measured"}
     study.counted(plain=replayed, deduplicate=True)
-    assert study.notes[-1].startswith("not deduplicated: the launches in a replayed CUDA graph")
+    assert study.notes[0].startswith("not deduplicated: the launches in a replayed CUDA graph")
 
 
 def test_where_most_time_is_outside_of_the_graphs_nothing_is_left_out(study: Study) -> None:
