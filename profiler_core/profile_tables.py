@@ -126,30 +126,42 @@ def _occupancy(kernels: pd.DataFrame, shared_memory: Any, environment: Mapping[s
     }
 
 
+_SPANS_IN_FULL = 2_000  # above it only the innermost is kept: thousands may be open at once, around a million kernels
+
+
 def _spans(trace: Trace, rows: Rows) -> np.ndarray:
-    """Names of the NVTX start/end ranges that were open in the process when each kernel was launched, innermost
-    first. They overlap as they like, so this is a question for an interval tree.
+    """Names of the NVTX start/end ranges that were open in the process when each kernel was launched, innermost first.
+
+    They overlap as they like, which is a question for an interval tree. It is asked once for each stretch of time
+    between two of their ends or starts, and not for each kernel.
     """
     import numpy as np
 
-    from profiler_core.attribute.enclosure import all_enclosing
+    from profiler_core.attribute import enclosure
 
     spans = np.empty(len(rows), dtype=object)
     spans[:] = [()] * len(rows)
     ranges = trace.ranges[trace.ranges["category"] == "span"]
-    asked = np.flatnonzero(rows.launch_ns >= 0)
-    if not len(ranges) or not len(asked):
-        return spans
-    names = ranges["name"].tolist()
-    open_then = all_enclosing(
-        ranges["start_ns"].to_numpy(),
-        ranges["end_ns"].to_numpy(),
-        ranges["process"].to_numpy(),
-        rows.launch_ns[asked],
-        rows.kernels["process"].to_numpy()[asked],
-    )
-    for i, found in zip(asked.tolist(), open_then, strict=True):
-        spans[i] = tuple(names[row] for row in found)
+    process = rows.kernels["process"].to_numpy()
+    names = ranges["name"].to_numpy()
+    for number in np.unique(ranges["process"]).tolist():
+        mine = (ranges["process"] == number).to_numpy()
+        start, end = (ranges[name].to_numpy()[mine] for name in ("start_ns", "end_ns"))
+        cuts = np.unique(np.concatenate([start, end]))
+        asked = np.flatnonzero((process == number) & (rows.launch_ns >= cuts[0]))
+        if not len(asked):
+            continue
+        stretch = np.searchsorted(cuts, rows.launch_ns[asked], side="right") - 1
+        one = np.zeros(len(start), dtype="int64"), np.zeros(len(cuts), dtype="int64")
+        if len(start) <= _SPANS_IN_FULL:
+            found = enclosure.all_enclosing(start, end, one[0], cuts, one[1])
+        else:
+            innermost = enclosure.enclosing(start, end, one[0], cuts, one[1])
+            found = [(row,) if row >= 0 else () for row in innermost.tolist()]
+        open_then = np.empty(len(cuts), dtype=object)
+        own = names[mine].tolist()
+        open_then[:] = [tuple(own[row] for row in open_rows) for open_rows in found]
+        spans[asked] = open_then[stretch]
     return spans
 
 
