@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from profiler_core.collect import processes
 from profiler_core.collect.ncu import read
 from profiler_core.collect.ncu_text import remedy
 from profiler_core.counter_table import CounterError, CounterTable
@@ -141,38 +139,18 @@ def run(
 
 
 def _run(line: Sequence[str], timeout: float | None) -> tuple[int, str]:
-    """Exit status and the last lines of what was printed."""
-    with tempfile.TemporaryFile() as printed:  # not a pipe: a process left behind would hold it open
-        try:
-            # A session of its own, so that the program and its children can be ended with ncu.
-            process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise CounterError(f"{line[0]} cannot be run: {error.strerror}. {MISSING}") from error
-        late = False
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        printed.seek(max(printed.seek(0, os.SEEK_END) - 64 * 1024, 0))
-        said = printed.read().decode("utf-8", "replace")
-    if late:
+    """Exit status and the last of what was printed."""
+    try:
+        ended = processes.run(line, environment=environment(), timeout=timeout)
+    except OSError as error:
+        raise CounterError(f"{line[0]} cannot be run: {error.strerror}. {MISSING}") from error
+    if ended.late:
         raise _failure(
             f"ncu did not end within {timeout:g} s and was ended",
-            said,
+            ended.said,
             "Measure fewer metrics (each pass runs every kernel again) or fewer kernels (profile_from_start=False).",
         )
-    return process.returncode, said
+    return ended.status, ended.said
 
 
 def _failure(what: str, said: str, advice: str) -> CounterError:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from profiler_core.collect import processes
 
 # Where NVIDIA's installers and the distributions put it; nsight-compute ships a copy.
 PLACES = (
@@ -147,33 +146,14 @@ def _run(command: Sequence[str], *, library_path: str | None = None, timeout: fl
     if library_path:
         folders = (library_path, os.environ.get("LD_LIBRARY_PATH", ""))
         environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folder for folder in folders if folder)}
-    with tempfile.TemporaryFile() as printed:  # not a pipe: a process left behind would hold it open
-        try:
-            # A session of its own, so that what nsys started can be ended with it.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise NsysError(f"{command[0]} cannot be run: {error.strerror}. {MISSING}.") from error
-        late = False
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        printed.seek(max(printed.seek(0, os.SEEK_END) - 64 * 1024, 0))
-        said = "\n".join(printed.read().decode("utf-8", "replace").splitlines()[-_TAIL:])
-    if late:
+    try:
+        ended = processes.run(command, environment=environment, timeout=timeout)
+    except OSError as error:
+        raise NsysError(f"{command[0]} cannot be run: {error.strerror}. {MISSING}.") from error
+    said = "\n".join(ended.said.splitlines()[-_TAIL:])
+    if ended.late:
         raise _failure(f"{Path(command[0]).name} {command[1]} did not end within {timeout:g} s and was ended", said)
-    return process.returncode, said
+    return ended.status, said
 
 
 def _failure(what: str, said: str) -> NsysError:

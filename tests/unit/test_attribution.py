@@ -310,6 +310,18 @@ def test_user_spans_that_overlap_are_all_kept_innermost_first() -> None:
     assert list(attribute(trace).kernels["spans"]) == [("load", "epoch"), ("epoch",)]  # another process's is no one's
 
 
+def test_of_thousands_of_spans_the_innermost_is_kept() -> None:
+    count = 3000
+    trace = Trace.build(
+        kernels={"name": ["k"], "start_ns": [count + 50], "duration_ns": [5], "correlation": [1]},
+        calls={"name": ["cudaLaunchKernel"], "thread": [1], "start_ns": [count + 10], "end_ns": [count + 11],
+               "correlation": [1]},
+        ranges={"name": [f"span {i}" for i in range(count)], "category": ["span"] * count,
+                "start_ns": list(range(count)), "end_ns": [2 * count] * count},
+    )  # fmt: skip
+    assert list(attribute(trace).kernels["spans"]) == [(f"span {count - 1}",)]
+
+
 def test_where_on_the_device_a_lost_kernel_ran_is_evidence_and_no_claim() -> None:
     trace = Trace.build(
         kernels={"name": ["k"], "device": [0], "stream": [7], "start_ns": [500], "duration_ns": [5],
