@@ -28,6 +28,10 @@ _PLACES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Late: pandas and torch take a second to import, and most of the package needs neither.
     if name in _PLACES:

@@ -34,7 +34,7 @@ def profile(
     *args: Any,
     iterations: int = 5,
     warmup: int = 3,
-    counters: str | Sequence[str] = "quick",
+    counters: str | Sequence[str] | None = None,
     replay: str = "auto",
     deduplicate: bool | None = None,
     primed: bool = False,
@@ -49,8 +49,9 @@ def profile(
         fn: any callable, eager or compiled; a ``torch.compile`` of Inductor's is compiled inside, with provenance.
         iterations: measured calls.
         warmup: calls before them; compilation happens in the first.
-        counters: "none", "quick" (two passes), "full" (all twenty) or keys of :data:`profiler_core.counters.COUNTERS`;
-            on a GPU of NVIDIA's alone. Where they cannot be had, the profile has times only and a note says why.
+        counters: "quick" (two passes; the default on a GPU), "none", "full" (all twenty) or keys of
+            :data:`profiler_core.counters.COUNTERS`; on a GPU of NVIDIA's alone. Where they cannot be had, the profile
+            has times only and a note says why.
         replay: "auto", "application" or "kernel": see :mod:`profiler_core.collect.cupti.session`.
         deduplicate: take counters of one launch of each class of equal layers and carry them to its twins. By default
             where each kernel has to be replayed, which is slow, and (nearly) all of them are in compiled graphs.
@@ -72,12 +73,16 @@ def profile(
     from profiler_core.environment import environment
     from profiler_core.layer_classes import with_layer_classes
 
-    keys = counter_keys(counters)
+    keys = counter_keys("none" if counters is None else counters)
     if iterations < 1 or warmup < 0:
         raise ValueError(f"iterations={iterations}, warmup={warmup}: expected at least 1 and 0")
     if replay not in REPLAYS:
         raise ValueError(f"replay={replay!r}: expected one of {', '.join(REPLAYS)}")
     where = torch.device(device) if device is not None else _device_of((fn, args, kwargs))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(where)!r}: torch finds no GPU (torch.cuda.is_available() is False)")
+    if counters is None and where.type == "cuda":
+        keys = counter_keys("quick")
     notes: list[str] = []
 
     def call() -> Any:

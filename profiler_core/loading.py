@@ -25,20 +25,22 @@ _HEAD = 4096
 _KINDS = {".sqlite": "nsys", ".nsys-rep": "nsys", ".ncu-rep": "counters", ".csv": "counters"}
 
 
-def load(*paths: str | os.PathLike[str], chip: str | None = None) -> Profile:
-    """One profile from the files of one workload, in any order.
+def load(*paths: str | os.PathLike[str], calls: int | None = None, chip: str | None = None) -> Profile:
+    """One profile from the files of one workload.
 
     Takes torch.profiler's Chrome traces (.json, .json.gz), nsys exports (.sqlite, .nsys-rep), ncu's counters (.csv,
     .ncu-rep), Inductor's provenance (TORCH_TRACE logs or the folder that they are in, TORCH_COMPILE_DEBUG folders), and
-    profiles that :meth:`Profile.save` or :meth:`Profile.to_parquet` wrote. What a file is, its contents say.
+    profiles that :meth:`Profile.save` or :meth:`Profile.to_parquet` wrote. What a file is, its contents say. The
+    folder of a :func:`profiler_core.record` stands for the files that it left.
 
     The first trace gives the kernels and their times; further ones are compared with it kernel by kernel, in launch
-    order, and a note says how far they agree. Counters are matched by name and order. ``chip`` is CUPTI's name of the
-    GPU ("GH100") for counters without a trace that names the device. Raises :class:`TraceError`, ``CounterError`` or
-    ``ProvenanceFormatError``, naming the file, the place and the remedy.
+    order, and a note says how far they agree. Counters are matched by name and order. ``calls`` is how many measured
+    calls the trace holds where it does not mark them (as ``fxopt::iteration#N``, or ``ProfilerStep#N``), for all of it
+    would count as one. ``chip`` is CUPTI's name of the GPU ("GH100") for counters without a trace that names the
+    device. Raises :class:`TraceError`, ``CounterError`` or ``ProvenanceFormatError``, naming the file, the place and
+    the remedy.
     """
     from profiler_core.attribute.counter_join import with_counters
-    from profiler_core.attribute.engine import attribute
     from profiler_core.layer_classes import with_layer_classes
 
     if not paths:
@@ -48,7 +50,9 @@ def load(*paths: str | os.PathLike[str], chip: str | None = None) -> Profile:
     provenances: list[Provenance] = []
     saved: list[Profile] = []
     notes: list[str] = []
-    for path in map(Path, paths):
+    if not all(isinstance(given, (str, os.PathLike)) for given in paths):
+        raise TypeError("load() takes each file as an argument of its own: load(*files)")
+    for path in [file for given in paths for file in _expanded(Path(given))]:
         kind = sort_of(path)
         if kind == "profile":
             saved.append(Profile.from_parquet(path) if path.is_dir() else Profile.load(path))
@@ -72,7 +76,7 @@ def load(*paths: str | os.PathLike[str], chip: str | None = None) -> Profile:
     if saved:
         profile = saved[0]
     else:
-        each = [attribute(t, provenances, environment_of(t), eager_nodes=True) for t in traces]
+        each = [_attributed(t, provenances, calls) for t in traces]
         profile, *others = (with_layer_classes(p, provenances) for p in each)
         for trace, other in zip(traces[1:], others, strict=True):
             label = Path(str(trace.meta.get("path", ""))).name or "the other trace"
@@ -80,8 +84,40 @@ def load(*paths: str | os.PathLike[str], chip: str | None = None) -> Profile:
             notes += [f"{label}: {note}" for note in other.notes if note.startswith("partial: ")]
     profile = replace(profile, notes=(*profile.notes, *notes))
     if tables:
+        if not (profile.kernels["device"] != "cpu").any():
+            raise TraceError(f"{tables[0].path}: the trace has no kernels of a GPU that these counters could belong to")
         profile = with_counters(profile, tables, chip or _chip_of(profile, tables[0]))
     return profile
+
+
+def _attributed(trace: Trace, provenances: Sequence[Provenance], calls: int | None) -> Profile:
+    from profiler_core.attribute import windows
+    from profiler_core.attribute.engine import attribute
+
+    path = trace.meta.get("path", "")
+    try:
+        profile = attribute(trace, provenances, environment_of(trace), eager_nodes=True, calls=calls)
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from error
+    notes = []
+    if profile.iterations == 1 and len(windows.find(trace).number) <= 1 and len(profile.kernels) and calls is None:
+        notes.append(
+            "the trace does not mark its calls, so all of its window counts as one; calls=N tells how many there are"
+        )
+    outside = profile.kernels[profile.kernels["iteration"] < 0]
+    if len(outside):
+        notes.append(
+            f"{len(outside)} kernels and copies ({profile.outside_ns / 1e3:,.0f} us) lie outside of the window"
+        )
+    return replace(profile, notes=(*profile.notes, *notes))
+
+
+def _expanded(path: Path) -> list[Path]:
+    """The files for which a folder stands that :func:`profiler_core.record` left; any other path itself."""
+    times = path / "times.sqlite"
+    if not times.is_file():
+        return [path]
+    return [times, *sorted((path / "torch_trace").glob("*.log")), *path.glob("counters.csv")]
 
 
 def _chip_of(profile: Profile, table: CounterTable) -> str:
@@ -194,7 +230,8 @@ def _said(first: Profile, other: Profile, label: str) -> str:
     both = compare(first, other)
     known = both[both["name_other"].notna()]
     same = int((known["operator"] == known["operator_other"]).sum())
-    pairs = [(set(a), set(b)) for a, b in zip(known["nodes"], known["nodes_other"], strict=True) if a and b]
+    inside = known[(known["launch"] != "") & (known["launch_other"] != "")]  # others have their operator for a node
+    pairs = [(set(a), set(b)) for a, b in zip(inside["nodes"], inside["nodes_other"], strict=True)]
     nodes = f", {sum(a == b for a, b in pairs)} of {len(pairs)} with the same nodes" if pairs else ""
     return (
         f"{label}: {len(known)} of {len(both)} kernels found in the same order, {same} of them with the same operator"

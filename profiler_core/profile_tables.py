@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ def kernel_frame(
     top = ranges.name(ranges.at(ranges.top_operator, rows.range))
     # A replay has no operator of its own: its launch stands for all of it, and is named once.
     bare = rows.replay & (operator == "") & (rows.call >= 0)
-    operator[bare] = trace.calls["name"].to_numpy()[rows.call[bare]]
+    # nsys adds the version of the API: cudaGraphLaunch_v10000
+    operator[bare] = [re.sub(r"_v\d+$", "", name) for name in trace.calls["name"].to_numpy()[rows.call[bare]]]
     if trace.device_type == "cpu":  # generated code has no operator around it but is one
         generated = np.array([is_generated(name) for name in kernels["name"]], dtype=bool) & (operator == "")
         operator[generated] = kernels["name"].to_numpy()[generated]
@@ -180,7 +182,7 @@ def node_frame(kernels: pd.DataFrame, provenances: Sequence[Provenance], iterati
         hidden = {launch for (graph, launch), flag in opaque.items() if graph == provenance.graph and flag}
         for record in node_rows(provenance, mine, ran, iterations):
             share = record["window_ns"] / total if total else 0.0
-            is_opaque = any(key in hidden for key in record["launches"])
+            is_opaque = record["window_ns"] > 0 and any(key in hidden for key in record["launches"])
             records.append({**record, "graph": provenance.graph, "kind": "node", "share": share, "opaque": is_opaque})
     eager = inside[inside["launch"] == ""]
     if len(eager):

@@ -135,6 +135,21 @@ class Profile:
     launches: tuple[Launch, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
+    def __repr__(self) -> str:
+        kernel, wall = self.kernel_ns / 1e3, self.wall_ns / 1e3
+        head = f"Profile: {len(self.window)} kernels in {self.iterations} calls; {kernel:,.1f} us of kernel time"
+        lines = [f"{head} a call" if math.isnan(wall) else f"{head}, {wall:,.1f} us of wall time a call"]
+        if self.total_ns:
+            elsewhere = self.attributed_share - self.graph_share
+            lines.append(
+                f"  attributed {self.attributed_share:.1%}: to FX nodes {self.graph_share:.1%}, to operators "
+                f"{elsewhere:.1%}; opaque {self.opaque_share:.1%}"
+            )
+            top = self.by("operator").head(5)
+            for name, time, share in zip(top["operator"], top["time_ns"], top["share"], strict=True):
+                lines.append(f"  {time / 1e3:12,.1f} us  {share:6.1%}  {name or '(no operator)'}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
     @property
     def window(self) -> pd.DataFrame:
         """The kernels of the measured calls."""
@@ -166,6 +181,14 @@ class Profile:
     def attributed_share(self) -> float:
         """Attributed part of the kernel time, 0 to 1; NaN where no kernel ran."""
         return self._share(self.attributed_ns)
+
+    @property
+    def graph_share(self) -> float:
+        """Part of the kernel time in FX nodes of compiled graphs, 0 to 1; the rest of what is attributed went to
+        operators outside of graphs, which have no source line. NaN where no kernel ran.
+        """
+        rows = self.window
+        return self._share(int(rows.loc[(rows["method"] != "none") & (rows["launch"] != ""), "duration_ns"].sum()))
 
     @property
     def operator_share(self) -> float:

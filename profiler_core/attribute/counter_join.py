@@ -51,6 +51,10 @@ def with_counters(
             index, said = _match(kernels, table, rows, only)
             notes += [f"{table.source} counters{f' (process {process})' if process else ''}: {text}" for text in said]
             held = np.flatnonzero(index >= 0)
+            if len(held):
+                counted = int(((kernels["kind"] == "kernel") & (kernels["iteration"] >= 0)).sum())
+                matched = f"{len(np.unique(index[held]))} of {len(rows)} rows matched"
+                notes.append(f"{table.source} counters: {matched}, to {len(held)} of {counted} kernels")
             taken = found.iloc[index[held]].to_numpy()
             old = values.to_numpy()[held]
             values.iloc[held] = np.where(np.isnan(old), taken, old)

@@ -30,6 +30,7 @@ def attribute(
     environment: dict[str, Any] | None = None,
     *,
     eager_nodes: bool = False,
+    calls: int | None = None,
 ) -> Profile:
     """One row per kernel, each with the operator and the FX nodes it ran for, or the reason why they are not known.
 
@@ -43,17 +44,21 @@ def attribute(
       being replayed (:mod:`profiler_core.attribute.fusion_map`, ``graph_replay``): "fusion_map", "medium";
     - with ``eager_nodes``, a kernel that was launched outside of every call of a compiled graph, or in one by an
       operator that none of its launches is named after, belongs to the outermost operator around it, which then
-      stands among the nodes as one node of kind "operator";
+      stands among the nodes as one node of kind "operator"; without any provenance, so does every kernel that has one;
     - otherwise "none", with a reason. The nearest operator is never taken.
 
     ``provenance`` holds the compiled graphs of the trace; kernels of calls of other graphs stay unattributed and say
-    so. Attributed and unattributed time sum to the total in integer nanoseconds.
+    so. ``calls``: how many measured calls the window holds, in a trace that does not mark them; raises ValueError where
+    its kernels are not that many times the same. Attributed and unattributed time sum to the total in integer
+    nanoseconds.
     """
     provenances = _told_apart([provenance] if isinstance(provenance, Provenance) else provenance)
     rows = rows_of(trace)
     windows = measured.find(trace)
     iteration = windows.of(rows.launch_ns, rows.kernels["start_ns"].to_numpy())
     iteration, count, dropped = _without_short_calls(trace, rows, iteration, windows)
+    if calls is not None and calls != count:
+        iteration, count = _in_calls(rows, iteration, calls, count), calls
     graphs = Graphs(provenances)
     found = _Attributed.of(trace, rows, windows, graphs, eager_nodes)
     launches = tuple(replace(launch, graph=p.graph) for p in provenances for launch in p.launches)
@@ -67,6 +72,26 @@ def attribute(
         launches=launches,
         notes=(*trace.notes, *(f"partial: {what}" for what in trace.partial), *rows.notes, *dropped),
     )
+
+
+def _in_calls(rows: Rows, iteration: np.ndarray, calls: int, marked: int) -> np.ndarray:
+    """The window cut into equal calls."""
+    import numpy as np
+
+    if marked > 1:
+        raise ValueError(f"calls={calls}: the trace marks {marked} calls itself")
+    inside = np.flatnonzero(iteration >= 0)
+    start = rows.kernels["start_ns"].to_numpy()[inside]
+    launched = rows.launch_ns[inside]
+    order = inside[np.argsort(np.where(launched >= 0, launched, start), kind="stable")]
+    found = measured.equal_calls(rows.kernels["name"].to_numpy()[order].tolist(), calls) if calls > 0 else None
+    if found is None:
+        raise ValueError(
+            f"calls={calls}: the {len(inside)} kernels of the window are not {calls} times the same sequence"
+        )
+    numbered = iteration.copy()
+    numbered[order] = found
+    return numbered
 
 
 def _told_apart(provenances: Sequence[Provenance]) -> list[Provenance]:
@@ -136,7 +161,8 @@ class _Attributed:
         self._unattributed(rows, graphs, call_graph)
         if eager_nodes:
             top = ranges.at(ranges.top_operator, rows.range)
-            foreign = (self.call < 0) | np.array([reason.startswith(NOT_NAMED) for reason in self.reason], dtype=bool)
+            foreign = np.array([reason.startswith(NOT_NAMED) for reason in self.reason], dtype=bool)
+            foreign |= (self.call < 0) | (not graphs.all)
             self.eager = (self.method == "none") & foreign & (top >= 0) & ~rows.replay
             self.method[self.eager] = rows.method[self.eager]
             self.confidence[self.eager] = np.where(rows.other[self.eager] >= 0, "medium", "high")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,22 @@ def _merged(starts: list[int], ends: list[int], numbers: list[int]) -> Windows:
     bounds = np.array(calls, dtype="int64").reshape(-1, 3)
     again = len(latest) < len(calls)
     return Windows(bounds[:, 0], bounds[:, 1], np.arange(len(calls)) if again else bounds[:, 2])
+
+
+def equal_calls(names: Sequence[str], calls: int) -> np.ndarray | None:
+    """The call of each kernel, given by name in launch order, where they are ``calls`` times the same sequence; None
+    where they are not.
+    """
+    import numpy as np
+
+    length, rest = divmod(len(names), calls)
+    if (
+        rest
+        or not length
+        or any(list(names[i : i + length]) != list(names[:length]) for i in range(0, len(names), length))
+    ):
+        return None
+    return np.repeat(np.arange(calls), length)
 
 
 def short_calls(names: np.ndarray, iteration: np.ndarray, numbers: list[int]) -> dict[int, str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler_core.collect.ncu_text import MISSING, base_unit, locale_of, metric_name, number, remedy
+from profiler_core.collect.ncu_text import DESCRIPTIONS, MISSING, base_unit, locale_of, metric_name, number, remedy
 from profiler_core.counter_table import ROW_COLUMNS, CounterError, CounterTable
 
 if TYPE_CHECKING:
@@ -147,8 +147,9 @@ class _Found:
                 self.notes.append(f"{metric}: shown twice with different values for {column.disagreeing} rows; the "
                                   "first was kept.")  # fmt: skip
             columns[metric], units[metric] = self._values(metric, column, european)
-        if text_only:
-            self.notes.append(f"Left out, since they hold text: {some(text_only)}.")
+        asked = [name for name in text_only if not name.startswith(DESCRIPTIONS)]
+        if asked:
+            self.notes.append(f"Left out, since they hold text: {some(asked)}.")
         if self.left_out:
             self.notes.append(f"Columns without counters, not read: {some(self.left_out)}.")
         self._note_log()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler_core.collect.ncu import frame, largest, some
-from profiler_core.collect.ncu_text import base_unit, remedy
+from profiler_core.collect.ncu_text import DESCRIPTIONS, base_unit, remedy
 from profiler_core.counter_table import CounterError, CounterTable
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def _from_actions(path: Path, actions: list[Any], ranges: int) -> CounterTable:
         + (" (ncu --graph-profiling node measures each kernel of a graph)." if kind == "CUDA graph" else ".")
         for kind, count in kinds.items()
     ]
-    if texts:
-        notes.append(f"Left out, since they hold text: {some(texts)}.")
+    asked = [name for name in texts if not name.startswith(DESCRIPTIONS)]
+    if asked:
+        notes.append(f"Left out, since they hold text: {some(asked)}.")
     if ranges > 1:
         notes.append(f"The report has {ranges} ranges of rows; each is in order, and they follow one another here.")
     passes = columns.get("profiler__replayer_passes")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
+# Metrics that describe the device and the launch in words, in every report: nobody asked for them.
+DESCRIPTIONS = ("device__", "launch__", "profiler__")
 MISSING = frozenset({"", "n/a", "no data"})
 _ENGLISH = re.compile(r"-?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?([eE][+-]?\d+)?")
 _EUROPEAN = re.compile(r"-?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?")

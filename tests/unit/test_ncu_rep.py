@@ -121,7 +121,7 @@ def test_a_report_gives_a_row_an_action(report: Any) -> None:
     assert (row.grid_x, row.grid_y, row.block_x, row.device, row.stream, row.context) == (8, 2, 128, 1, 7, 2)
     assert table.rows.iloc[1].grid_x == 0 and table.rows.iloc[1].device == -1
     assert table.units["dram__bytes_read.sum.per_second"] == "byte/s" and table.passes == 3
-    assert table.notes == ("Left out, since they hold text: launch__func_cache_config.",)
+    assert table.notes == ()
 
 
 def test_whole_graphs_and_several_ranges_in_a_report_are_noted(report: Any) -> None:
