@@ -598,7 +598,7 @@ def test_a_trace_that_marks_no_calls_is_cut_into_equal_ones_on_request(shared: P
     assert not any("does not mark its calls" in note for note in cut.notes)
     assert (whole.iterations, cut.iterations) == (1, 2) and list(cut.kernels["iteration"]) == [0] * 11 + [1] * 11
     assert cut.total_ns == whole.total_ns and cut.by("operator")["time_ns"].sum() == whole.total_ns / 2
-    with pytest.raises(TraceError, match=r"kineto.trace.json.gz: calls=3: the 22 kernels of the window are not 3 times"):
+    with pytest.raises(TraceError, match=r"gz: calls=3: the 22 kernels of the window are not 3 times"):
         profiler_core.load(path, calls=3)
 
 
