@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,19 +106,35 @@ def _provenance(compiled_graph: Any, gm: fx.GraphModule | None, store: Path | No
             "inside profiler_core.collect.inductor.tracked()"
         )
     wanted = {name for names in launched(mapping, source).values() for name in names}
-    present = set() if gm is None else {node.name for node in gm.graph.nodes}
-    if gm is None or not wanted <= present:
+    graph = None if gm is None else _whole_graph(gm)
+    present = set() if graph is None else {node.name for node in graph.nodes}
+    if gm is None or graph is None or not wanted <= present:
         missing = sorted(wanted - present)[:3]
-        where = f"no record at {sidecar}" if sidecar is not None else "no store of records was given"
+        where = "no store of records was given" if store is None else "the graph has no key to look a record up by"
+        where = f"there is no record at {sidecar}" if sidecar is not None else where
         raise ProvenanceMissing(
             f"the graph at hand is not the post-grad graph (it lacks {', '.join(missing)}), which happens after "
-            f"a hit in Inductor's cache, and there is {where}: recompile with force_disable_caches=True"
+            f"a hit in Inductor's cache, and {where}: recompile with force_disable_caches=True"
         )
-    provenance = assemble(mapping, gm.graph, source, static=_static_names(compiled_graph, gm))
+    provenance = assemble(mapping, graph, source, static=_static_names(compiled_graph, gm))
     if sidecar is not None:
         with suppress(OSError):  # the record spares a later recompile; without it there is just that one
             write_atomically(sidecar, json.dumps(provenance.to_json()))
     return provenance
+
+
+def _whole_graph(gm: fx.GraphModule) -> Any:
+    """The graph with the bodies of its ``cond`` and ``while_loop``, which Inductor compiles into the same code.
+
+    Inductor's mapping has bare names of nodes. One that stands in several bodies is taken from the outermost.
+    """
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for name, module in gm.named_modules():
+        if name and isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_function":
+                    nodes.setdefault(node.name, node)
+    return SimpleNamespace(nodes=list(nodes.values()))
 
 
 def _mapping(compiled_graph: Any) -> dict[str, Any] | None:

@@ -553,3 +553,16 @@ def test_a_frozen_graph_has_constants_and_ranges(cache: None) -> None:
         assert note is None
         assert ranges_of(lambda: compiled.call(x)) == expected_ranges(compiled)
         torch.testing.assert_close(compiled.call(x), model(x))
+
+
+def test_the_branches_of_a_cond_are_part_of_its_graph() -> None:
+    """Inductor compiles them into the same code, and maps their nodes by bare name."""
+
+    class Choice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: torch.sin(x) @ x, lambda x: torch.cos(x) + 1, (x,))
+
+    compiled = compile_with_provenance(Choice(), [torch.ones(8, 8)])
+    launched = {name for launch in compiled.provenance.launches for name in launch.nodes}
+    assert {"sin", "mm", "cos"} <= launched
+    assert compiled.provenance.nodes["mm"].target == "aten.mm.default"
