@@ -33,12 +33,14 @@ def kernel_of(key: str) -> str:
 
 
 def iteration_of(name: str) -> int:
-    """The number in ``fxopt::iteration#3`` or ``ProfilerStep#3``, -1 for any other name."""
+    """The number in ``fxopt::iteration#3`` or ``ProfilerStep#3``, -1 for any other name and above 2**31."""
     if name.startswith(ITERATION_PREFIX):
         number = name[len(ITERATION_PREFIX) :]
-        return int(number) if number.isdecimal() else -1
-    step = _STEP.match(name)
-    return int(step[1]) if step else -1
+    else:
+        step = _STEP.match(name)
+        number = step[1] if step else ""
+    known = number.isdecimal() and len(number) <= 10 and int(number) <= 2**31  # int() has a limit of digits itself
+    return int(number) if known else -1
 
 
 def graph_call_of(name: str) -> str | None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 ITERATION_PREFIX = "fxopt::iteration#"
 RANGE_PREFIX = "fxopt::"
+LONGEST_NS = 2**53  # 104 days: anything longer is damage, and a thousand of them overflow a total
 COMPILED_GRAPH_PREFIX = "## Call CompiledFxGraph"  # the annotation that Inductor puts around a compiled graph
 
 # Column -> (dtype, what stands there where the source does not say). -1 and 0 are used rather than NaN so that a

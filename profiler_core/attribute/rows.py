@@ -122,7 +122,8 @@ def _device(trace: Trace, links: Links, ranges: Ranges) -> Rows:
     launch_ns = np.where(known, np.append(calls["start_ns"].to_numpy(), -1)[call], -1)
     position, apis = pd.factorize(calls["name"])
     launches_graph = np.array([is_graph_launch(api) for api in apis], dtype=bool)
-    replay = np.append(launches_graph[position] if len(position) else np.zeros(0, dtype=bool), False)[call]
+    # A call without a name has the position -1, also where there are no names at all.
+    replay = np.append(np.append(launches_graph, False)[position], False)[call]
     replay = (replay & known) | (trace.kernels["graph_node"].to_numpy() != 0)
     around, method, reason = links.range.copy(), links.method.copy(), links.reason.copy()
     if len(trace.captures):

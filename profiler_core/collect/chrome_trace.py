@@ -16,9 +16,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler_core.collect.json_events import EventStream, other_json
+from profiler_core.collect.json_events import EventStream, other_json, run_meta
 from profiler_core.range_names import iteration_of
-from profiler_core.trace import CALL_COLUMNS, ITERATION_PREFIX, KERNEL_COLUMNS, RANGE_COLUMNS, Trace, TraceError
+from profiler_core.trace import (
+    CALL_COLUMNS,
+    ITERATION_PREFIX,
+    KERNEL_COLUMNS,
+    LONGEST_NS,
+    RANGE_COLUMNS,
+    Trace,
+    TraceError,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,27 +57,6 @@ _KERNEL_FIELDS = [name for name in KERNEL_COLUMNS if name not in ("name", "kind"
 _CALL_FIELDS = [name for name in CALL_COLUMNS if name != "name"]
 _RANGE_FIELDS = [name for name in RANGE_COLUMNS if name not in ("name", "category")]
 
-# deviceProperties' names -> those used here.
-_DEVICE_LIMITS = {
-    "name": "name",
-    "totalGlobalMem": "memory_bytes",
-    "numSms": "sm_count",
-    "warpSize": "warp_size",
-    "maxThreadsPerBlock": "max_threads_per_block",
-    "maxThreadsPerMultiprocessor": "max_threads_per_sm",
-    "regsPerBlock": "regs_per_block",
-    "regsPerMultiprocessor": "regs_per_sm",
-    "sharedMemPerBlock": "shared_per_block",
-    "sharedMemPerBlockOptin": "shared_per_block_optin",
-    "sharedMemPerMultiprocessor": "shared_per_sm",
-    "maxSharedMemoryPerMultiProcessor": "shared_per_sm",  # AMD's spelling
-}
-_VERSIONS = tuple(
-    f"{tool}_version"
-    for tool in ("cuda_runtime", "cuda_driver", "cupti", "hip_runtime", "hip_driver", "roctracer", "rocprofiler")
-)
-_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-
 _ZEROS = (0, 0, 0)
 _INT64 = 2**63 - 1
 _SHOWN = 3  # places named in a message; the rest is a count
@@ -98,7 +85,8 @@ def parse(
     ``device_type`` is "cpu" where the trace has no activity of a device, and a note says so.
 
     A text that breaks off or is damaged yields the events that are whole, and ``partial`` says where the damage is.
-    An event without a usable time is dropped and counted there too. Raises TraceError where nothing is left.
+    An event without a usable time is dropped and counted there too. Raises TraceError where neither a kernel nor an
+    operator is left.
     """
     where = path or "the trace"
     header: dict[str, Any]
@@ -111,12 +99,17 @@ def parse(
         header = dict(trace) if isinstance(trace, Mapping) else {"traceEvents": trace}
         listed = header.get("traceEvents")
         columns, partial = _collect(listed if isinstance(listed, list) else []), []
+    lost = bool(partial or columns.dropped.count)
     kernels = columns.kernel_columns()
     partial += columns.dropped.messages()
     if not (columns.kernel_names or columns.call_names or columns.range_names):
         if partial:
             raise TraceError(f"{where}: no event could be read. {' '.join(partial)}")
         raise TraceError(f"{where} is not a trace of torch.profiler: {other_json(header, columns.left_out)}")
+    if lost and not columns.kernel_names and "op" not in columns.range_categories:
+        raise TraceError(f"{where}: neither a kernel nor an operator is left of it. {' '.join(partial)}")
+    notes = columns.notes()
+    meta = run_meta(header, path, columns.threads, notes)
     return Trace.build(
         kernels=kernels,
         calls={"name": columns.call_names, **_named(columns.calls, _CALL_FIELDS)},
@@ -128,8 +121,8 @@ def parse(
         iterations=columns.iterations(),
         wall_ns=tuple(wall_ns),
         device_type="cuda" if columns.kernel_names else "cpu",
-        meta=_meta(header, path, columns.threads),
-        notes=tuple(columns.notes()),
+        meta=meta,
+        notes=tuple(notes),
         partial=tuple(partial),
     )
 
@@ -285,6 +278,8 @@ def _collect(events: Iterable[Any]) -> _Columns:
             duration = dur * 1000 if type(dur) is int else _ns(dur)
             if duration < 0:
                 raise ValueError("its duration is negative")
+            if duration > LONGEST_NS:
+                raise ValueError("its duration is over 2**53 ns (104 days)")
             if not -_INT64 <= start <= _INT64 - duration:
                 raise ValueError("its time is beyond 64 bits")
         except KeyError as missing:
@@ -416,33 +411,3 @@ def _named(flat: array[int], fields: list[str]) -> dict[str, np.ndarray]:
 
     rows = np.array(flat, dtype=np.int64).reshape(-1, len(fields))
     return {name: rows[:, i] for i, name in enumerate(fields)}
-
-
-def _meta(header: Mapping[str, Any], path: str, threads: dict[int, str]) -> dict[str, Any]:
-    """What is known of the run. Only what is named here: headers also carry job names and environments."""
-    meta: dict[str, Any] = {"source": "kineto", "path": path, "tool": "torch.profiler (Kineto)", "devices": {}}
-    if "schemaVersion" in header:
-        meta["tool"] += f", schema {header['schemaVersion']}"
-    versions = {key: header[key] for key in _VERSIONS if key in header}
-    if versions:
-        meta["versions"] = versions
-    for key in _OPTIONS:
-        if key in header:
-            meta[key] = bool(header[key])
-    base = header.get("baseTimeNanoseconds")
-    if isinstance(base, int):
-        meta["base_ns"] = base
-    distributed = header.get("distributedInfo")
-    if isinstance(distributed, dict):
-        meta.update({key: distributed[key] for key in ("rank", "world_size", "backend") if key in distributed})
-    devices = header.get("deviceProperties")
-    for position, device in enumerate(devices if isinstance(devices, list) else []):
-        if not isinstance(device, dict):
-            continue
-        known = {ours: device[theirs] for theirs, ours in _DEVICE_LIMITS.items() if theirs in device}
-        if "computeMajor" in device:
-            known["capability"] = (device["computeMajor"], device.get("computeMinor", 0))
-        meta["devices"][device.get("id", position)] = known
-    if threads:
-        meta["threads"] = threads
-    return meta

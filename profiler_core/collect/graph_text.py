@@ -169,7 +169,7 @@ class _Reader:
             return
         if annotation.value.startswith("Sym("):
             size = annotation.value[4:-1]
-            node.meta["val"] = int(size) if size.isdigit() else None
+            node.meta["val"] = _size(size) if _size(size) >= 0 else None
             return
         described = _described(annotation.value)
         if described is not None:
@@ -302,7 +302,12 @@ def _described(annotation: str) -> Description | None:
 def _sizes(text: str) -> tuple[int, ...]:
     # Symbolic expressions may hold commas of their own: Max(1, s0).
     parts = re.split(r",\s*(?![^()]*\))", text) if text.strip() else []
-    return tuple(int(part) if re.fullmatch(r"\d+", part.strip()) else -1 for part in parts)
+    return tuple(map(_size, parts))
+
+
+def _size(text: str) -> int:
+    """-1 for a symbolic size, and for one of more than 18 digits, which no tensor has."""
+    return int(text) if re.fullmatch(r"\s*\d{1,18}\s*", text) else -1
 
 
 def _dtypes() -> dict[str, torch.dtype]:
@@ -312,14 +317,18 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _value(node: fx.Node, described: Description) -> torch.Tensor | None:
-    """A tensor without data for a node; None for symbolic sizes. Where no strides are printed, a view has those that
-    its operator gives it and anything else is taken to be contiguous.
+    """A tensor without data for a node; None for symbolic and impossible sizes. Where no strides are printed, a view
+    has those that its operator gives it and anything else is taken to be contiguous.
     """
     if -1 in described.shape or -1 in (described.stride or ()):
         return None
     dtype = getattr(torch, described.dtype)
-    if described.stride is not None:
-        return torch.empty_strided(described.shape, described.stride, dtype=dtype, device="meta")
+    try:
+        if described.stride is not None:
+            return torch.empty_strided(described.shape, described.stride, dtype=dtype, device="meta")
+        contiguous = torch.empty(described.shape, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # more bytes than 64 bits count
+        return None
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and (
         target.is_view or packet_name(target_name(node)) == "aten.reshape"
@@ -331,4 +340,4 @@ def _value(node: fx.Node, described: Description) -> torch.Tensor | None:
             view = None
         if isinstance(view, torch.Tensor) and tuple(view.shape) == described.shape:
             return view
-    return torch.empty(described.shape, dtype=dtype, device="meta")
+    return contiguous

@@ -1,4 +1,4 @@
-"""Decodes the events of a Chrome trace one by one from its text, and goes on past damage."""
+"""Decodes the events of a Chrome trace one by one from its text, going on past damage, and reads its header."""
 
 from __future__ import annotations
 
@@ -19,6 +19,27 @@ _EVENT_START = re.compile(r'\{\s*"(?:ph|cat|name)"\s*:')
 _BARE_NUMBER = re.compile(r"(?<=[:,\[ ])(?:nan|inf|-nan|-inf)(?=\s*[,}\]])")
 _GZIP = b"\x1f\x8b"
 _CHUNK = 1 << 14  # compressed bytes at a time: what damage costs before it
+
+# deviceProperties' names -> those used here.
+_DEVICE_LIMITS = {
+    "name": "name",
+    "totalGlobalMem": "memory_bytes",
+    "numSms": "sm_count",
+    "warpSize": "warp_size",
+    "maxThreadsPerBlock": "max_threads_per_block",
+    "maxThreadsPerMultiprocessor": "max_threads_per_sm",
+    "regsPerBlock": "regs_per_block",
+    "regsPerMultiprocessor": "regs_per_sm",
+    "sharedMemPerBlock": "shared_per_block",
+    "sharedMemPerBlockOptin": "shared_per_block_optin",
+    "sharedMemPerMultiprocessor": "shared_per_sm",
+    "maxSharedMemoryPerMultiProcessor": "shared_per_sm",  # AMD's spelling
+}
+_VERSIONS = tuple(
+    f"{tool}_version"
+    for tool in ("cuda_runtime", "cuda_driver", "cupti", "hip_runtime", "hip_driver", "roctracer", "rocprofiler")
+)
+_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
 class EventStream:
@@ -206,3 +227,48 @@ def _not_json(text: str) -> str:
     if text.startswith("SQLite format 3"):
         return "is an SQLite database; nsys exports are read as such"
     return f"is not JSON (it begins {text[:20]!r})"
+
+
+def run_meta(header: Mapping[str, Any], path: str, threads: dict[int, str], notes: list[str]) -> dict[str, Any]:
+    """What is known of the run. Only what is named here: headers also carry job names and environments. What is
+    damaged is left out, and said in ``notes``.
+    """
+    meta: dict[str, Any] = {"source": "kineto", "path": path, "tool": "torch.profiler (Kineto)", "devices": {}}
+    if "schemaVersion" in header:
+        meta["tool"] += f", schema {header['schemaVersion']}"
+    versions = {key: header[key] for key in _VERSIONS if key in header}
+    if versions:
+        meta["versions"] = versions
+    for key in _OPTIONS:
+        if key in header:
+            meta[key] = bool(header[key])
+    base = header.get("baseTimeNanoseconds")
+    if isinstance(base, int):
+        meta["base_ns"] = base
+    distributed = header.get("distributedInfo")
+    if isinstance(distributed, dict):
+        meta.update({key: distributed[key] for key in ("rank", "world_size", "backend") if key in distributed})
+    devices = header.get("deviceProperties")
+    for position, device in enumerate(devices if isinstance(devices, list) else []):
+        if not isinstance(device, dict):
+            continue
+        wrong = [key for key in ("id", "computeMajor", "computeMinor", *_DEVICE_LIMITS) if not _usable(device, key)]
+        if wrong:
+            whole = "; the device was left out" if "id" in wrong else ""
+            notes.append(f"deviceProperties, entry {position}: no usable {', '.join(wrong)}{whole}")
+        if "id" in wrong:
+            continue
+        good = {key: value for key, value in device.items() if key not in wrong}
+        known = {ours: good[theirs] for theirs, ours in _DEVICE_LIMITS.items() if theirs in good}
+        if "computeMajor" in good and "computeMinor" not in wrong:
+            known["capability"] = (good["computeMajor"], good.get("computeMinor", 0))
+        meta["devices"][good.get("id", position)] = known
+    if threads:
+        meta["threads"] = threads
+    return meta
+
+
+def _usable(device: Mapping[str, Any], key: str) -> bool:
+    """Whether a device's property is of its type, or absent."""
+    value = device.get(key, "" if key == "name" else 0)
+    return type(value) is str if key == "name" else type(value) is int and 0 <= value < 2**63

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler_core.collect.ncu_text import DESCRIPTIONS, MISSING, base_unit, locale_of, metric_name, number, remedy
 from profiler_core.counter_table import ROW_COLUMNS, CounterError, CounterTable
+from profiler_core.trace import LONGEST_NS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +40,7 @@ _FIXED = {
 _UNREAD = {"Process Name", "Host Name", "CC", "Kernel Time"}  # nothing that a match or a counter needs
 # Columns that can hold lists such as "0,1" (CPUs of a NUMA node, ports): no evidence for a decimal comma.
 _LISTS = ("numa__", "nvlink__", "device__")
+_DURATION = "gpu__time_duration"
 _SHOWN = 5
 _FLUSH = 1000  # rows, so that their text is not all in memory at once
 
@@ -70,6 +72,7 @@ def parse(text: str, path: str = "") -> CounterTable:
         if row[0] == "ID":
             if table is not None:
                 table.flush()
+            row = found.header(line, row)
             table = _Details(row, found) if "Metric Name" in row else _Raw(row, found)
         elif table is None:
             found.other_lines += 1
@@ -130,6 +133,36 @@ class _Found:
     notes: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
 
+    def header(self, line: int, row: list[str]) -> list[str]:
+        """The columns of a table; one that stands there again has no name, and is not read."""
+        self.headers += 1
+        first: dict[str, int] = {}
+        again = [column for i, column in enumerate(row) if first.setdefault(column, i) != i and column]
+        if again:
+            self.notes.append(
+                f"Line {line}: columns that stand there twice, of which the first is read: {some(again)}."
+            )
+        return [column if first[column] == i else "" for i, column in enumerate(row)]
+
+    def launch(self, line: int, cell: dict[str, str]) -> None:
+        """A launch with what its cells say; a number beyond its column is left at the default, and said."""
+        launch: dict[str, Any] = {"process": 0, "name": cell.get("Kernel Name", "")}
+        for column, name in _FIXED.items():
+            digits = re.findall(r"\d+", cell.get(column, ""))
+            if name in ("grid", "block"):
+                numbers = dict(zip([f"{name}_{axis}" for axis in "xyz"], digits, strict=False))
+            else:
+                numbers = {name: "".join(digits)} if digits and name != "name" else {}  # "1,024"
+            for place, text in numbers.items():
+                largest = 2**31 - 1 if ROW_COLUMNS[place][0] == "int32" else 2**63 - 1
+                if len(text) < 20 and int(text) <= largest:
+                    launch[place] = int(text)
+                else:
+                    self.partial.append(
+                        f"Line {line}: {column} {cell[column][:40]!r} is beyond {largest} and was left out."
+                    )
+        self.launches.append(launch)
+
     def table(self) -> CounterTable:
         self._refuse_empty()
         european = self._european()
@@ -168,14 +201,27 @@ class _Found:
         import numpy as np
 
         bases = [base_unit(unit)[0] for _, unit in column.distinct]
-        unit = next((base for base in bases if base), "")
+        is_duration = metric.startswith(_DURATION)
+        unit = next((base for base in bases if base and (base == "ns" or not is_duration)), "ns" if is_duration else "")
         values = []
         for (text, printed_unit), base, line in zip(column.distinct, bases, column.first_line, strict=True):
             value = None if text in MISSING else number(text, european)
             if value is not None and base and base != unit:
                 self.partial.append(f"{metric}: values in {base} (line {line}), not in {unit}, are left out.")
                 value = None
-            values.append(np.nan if value is None else value * base_unit(printed_unit)[1])
+            if value is not None:
+                value *= base_unit(printed_unit)[1]
+                wrong = (
+                    "is beyond a float" if not np.isfinite(value)
+                    else "is a negative time" if unit == "ns" and value < 0
+                    else "is over 2**53 ns (104 days)" if is_duration and value > LONGEST_NS
+                    else "is beyond any launch" if metric.startswith("launch__") and abs(value) > 2**53
+                    else ""
+                )  # fmt: skip
+                if wrong:
+                    self.partial.append(f"{metric}: {text[:40]!r} (line {line}) {wrong} and was left out.")
+                    value = None
+            values.append(np.nan if value is None else value)
         codes = np.full(len(self.launches), -1, dtype=np.int64)
         codes[: len(column.codes)] = column.codes
         return np.asarray([*values, np.nan])[codes], unit  # code -1 is the last
@@ -209,7 +255,7 @@ class _Found:
         if errors:
             problem = "ncu profiled nothing: " + " / ".join(errors[:_SHOWN])
         elif self.headers:
-            problem = "the table has no row"
+            problem = "the table has no row" + (f" ({self.partial[0].rstrip('.')})" if self.partial else "")
         elif warnings:
             problem = "ncu profiled nothing: " + " / ".join(warnings[:_SHOWN])
         else:
@@ -236,11 +282,10 @@ class _Raw:
     """A table of the raw page: a row a launch, a column a metric, units in the first row."""
 
     def __init__(self, header: list[str], found: _Found) -> None:
-        found.headers += 1
         self.header, self.found = header, found
         self.units = [""] * len(header)
         # Columns of NVTX ranges (--nvtx) have a colon in their name; no metric has.
-        self.metrics = [i for i, c in enumerate(header) if c not in _FIXED and c not in _UNREAD and ":" not in c]
+        self.metrics = [i for i, c in enumerate(header) if c and c not in _FIXED and c not in _UNREAD and ":" not in c]
         self.fixed = [i for i, c in enumerate(header) if c in _FIXED]
         found.left_out.update(dict.fromkeys(c for c in header if ":" in c))
         self.rows: list[list[str]] = []
@@ -263,7 +308,8 @@ class _Raw:
         if not self.rows:
             return
         first = len(self.found.launches)
-        self.found.launches += [_launch({self.header[i]: row[i] for i in self.fixed}) for row in self.rows]
+        for line, row in zip(self.lines, self.rows, strict=True):
+            self.found.launch(line, {self.header[i]: row[i] for i in self.fixed})
         columns = list(zip(*self.rows, strict=True))
         for i in self.metrics:
             self.found.cells[self.header[i]].extend(first, columns[i], self.units[i], self.lines)
@@ -276,7 +322,6 @@ class _Details:
     """
 
     def __init__(self, header: list[str], found: _Found) -> None:
-        found.headers += 1
         self.header, self.found = header, found
         self.place = {name: i for i, name in enumerate(header)}
         self.needed = self.place.get("Metric Value", len(header)) + 1
@@ -290,7 +335,7 @@ class _Details:
         launch = (cell.get("Process ID", ""), cell["ID"], cell.get("Kernel Name", ""))
         if launch != self.current:
             self.current = launch
-            self.found.launches.append(_launch(cell))
+            self.found.launch(line, cell)
         metric = cell["Metric Name"]
         if metric:
             name = metric_name(cell.get("Section Name", ""), metric, cell.get("Body Item Label", ""))
@@ -319,24 +364,14 @@ def _lines(text: str, found: _Found) -> Iterable[tuple[int, list[str]]]:
         elif line.count('"') % 2:
             pending, begun = line, here
         else:
-            yield here, next(csv.reader([line]))
+            try:
+                row = next(csv.reader([line]))
+            except csv.Error as error:  # a carriage return outside quotes
+                found.partial.append(f"Line {here} is no CSV ({error}) and was left out. Print the file again.")
+                continue
+            yield here, row
     if pending:
         found.partial.append(f"Line {begun}, the last one, ends within quotes and was left out: the file is cut off.")
-
-
-def _launch(cell: dict[str, str]) -> dict[str, Any]:
-    launch: dict[str, Any] = {}
-    for column, name in _FIXED.items():
-        text = cell.get(column, "")
-        digits = re.findall(r"\d+", text)
-        if name == "name":
-            launch[name] = text
-        elif name in ("grid", "block"):
-            launch.update({f"{name}_{axis}": size for axis, size in zip("xyz", map(int, digits), strict=False)})
-        elif digits:
-            launch[name] = int("".join(digits))  # "1,024"
-    launch.setdefault("process", 0)
-    return launch
 
 
 def frame(launches: list[dict[str, Any]], columns: dict[str, np.ndarray]) -> Any:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from profiler_core.collect import nsys_command
-from profiler_core.collect.nsys_sqlite import STRINGS, Columns, Tables, opened
+from profiler_core.collect.nsys_sqlite import EXPORT_AGAIN, STRINGS, Columns, Tables, opened
 from profiler_core.range_names import iteration_of
-from profiler_core.trace import COMPILED_GRAPH_PREFIX, KERNEL_COLUMNS, RANGE_PREFIX, Trace, TraceError
+from profiler_core.trace import COMPILED_GRAPH_PREFIX, KERNEL_COLUMNS, LONGEST_NS, RANGE_PREFIX, Trace, TraceError
 
 _KERNEL, _CALL, _RANGE = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
 _COPY, _SET = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
@@ -197,6 +197,17 @@ class _Reader:
         if lost.any():
             rows["duration_ns"][lost] = 0
             self.partial.append(f"{self.path}: {table}: {int(lost.sum())} rows have no end and count as 0 ns.")
+        return self._plausible(table, rows, rows["start_ns"] + rows["duration_ns"])
+
+    def _plausible(self, table: str, rows: Columns, end: Any) -> Columns:
+        """``rows`` without those that last longer than LONGEST_NS, which is said."""
+        too_long = end.astype(float) - rows["start_ns"] > LONGEST_NS
+        if too_long.any():
+            rows = {name: values[~too_long] for name, values in rows.items()}
+            self.partial.append(
+                f"{self.path}: {table}: {int(too_long.sum())} rows last over 2**53 ns (104 days) and were dropped. "
+                f"{EXPORT_AGAIN}"
+            )
         return rows
 
     def _calls(self) -> Columns:
@@ -213,7 +224,7 @@ class _Reader:
             required=("start", "end"),
         )
         rows["name"] = self.tables.texts(_CALL, "nameId", rows["name"])
-        return rows
+        return self._plausible(_CALL, rows, rows["end_ns"])
 
     def _ranges(self, latest: int) -> Columns:
         """NVTX ranges; one that is still open ends at the last thing in the trace, ``latest`` or later."""
@@ -256,7 +267,7 @@ class _Reader:
                 f"{self.path}: {int(still_open.sum())} NVTX ranges have no end; they are taken to last to the end of "
                 "the trace."
             )
-        return rows
+        return self._plausible(_RANGE, rows, rows["end_ns"])
 
     def _captures(self) -> Columns:
         import pandas as pd
@@ -302,7 +313,7 @@ class _Reader:
         silent = int((~np.isin(keys, seen)).sum())
         said = []
         if len(whole["time"]):
-            time = int(whole["time"].sum())
+            time = sum(whole["time"].tolist())
             said.append(f"{len(whole['time'])} replays of CUDA graphs were recorded as a whole, {time} ns of GPU time")
         if silent:
             said.append(f"{silent} launches of CUDA graphs show nothing of what ran in them")
@@ -333,7 +344,10 @@ class _Reader:
         chosen = [name for name in (*more, *_DEVICE_COLUMNS) if self.tables.has(_GPU, name)]
         gpus: dict[int, dict[str, Any]] = {}
         for row in self.tables.rows(_GPU, f"SELECT {', '.join(chosen)} FROM {_GPU} ORDER BY id"):
-            said = {name: value for name, value in zip(chosen, row, strict=True) if value}  # 0 is "not known"
+            # 0 is "not known", and what is no number, where one is due, is not known either
+            texts = ("name", "chipName")
+            pairs = zip(chosen, row, strict=True)
+            said: dict[str, Any] = {k: v for k, v in pairs if v and isinstance(v, str if k in texts else int)}
             gpu = {key: said[column] for column, key in _DEVICE_COLUMNS.items() if column in said}
             if "computeMajor" in said:
                 gpu["capability"] = (said["computeMajor"], said.get("computeMinor", 0))
@@ -343,5 +357,5 @@ class _Reader:
         if not self.tables.has(_DEVICE, "gpuId", "cudaId"):
             return gpus
         order = " ORDER BY pid DESC" if self.tables.has(_DEVICE, "pid") else ""
-        pairs = self.tables.rows(_DEVICE, f"SELECT cudaId, gpuId FROM {_DEVICE}{order}")
-        return {cuda: gpus[gpu] for cuda, gpu in pairs if gpu in gpus} or gpus
+        numbers = self.tables.rows(_DEVICE, f"SELECT cudaId, gpuId FROM {_DEVICE}{order}")
+        return {cuda: gpus[gpu] for cuda, gpu in numbers if gpu in gpus} or gpus

@@ -86,7 +86,7 @@ class Tables:
         """All rows of a short query; ``table`` is what an error names."""
         try:
             return self.connection.execute(sql).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of SQLite's message that quotes the file
             raise self._unreadable(table, error) from error
 
     def read(
@@ -117,14 +117,14 @@ class Tables:
                     for name, dtype, values in zip(columns, types, zip(*rows, strict=True), strict=True):
                         try:
                             if dtype is object:
-                                values = tuple(known.setdefault(text, text) for text in values)
+                                values = tuple(known.setdefault(text, text) for text in map(_text, values))
                             chunk.append(np.fromiter(values, dtype=dtype, count=len(rows)))
                         except (ValueError, TypeError, OverflowError) as error:  # the value itself is not shown
                             row = ROWS * (len(chunks) - 1)
                             place = f"{table}, rows {row} to {row + len(rows) - 1}, {name}"
                             raise TraceError(f"{self.path}: {place}: not a number. {EXPORT_AGAIN}") from error
                     chunks.append(chunk)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise self._unreadable(table, error) from error
         return {name: np.concatenate(parts) for name, parts in zip(columns, zip(*chunks, strict=True), strict=True)}
 
@@ -135,13 +135,22 @@ class Tables:
         if not self.has(table, column):
             return np.full(len(ids), "", dtype=object)
         sql = f'SELECT id, value FROM {STRINGS} WHERE id IN (SELECT "{column}" FROM {table})'
-        texts = dict(self.rows(STRINGS, sql))
+        texts = {number: _text(value) for number, value in self.rows(STRINGS, sql)}
         distinct, inverse = np.unique(ids, return_inverse=True)
         table_of_texts = np.empty(len(distinct), dtype=object)
         table_of_texts[:] = [texts.get(int(i), "") for i in distinct]
         return table_of_texts[inverse]
 
-    def _unreadable(self, table: str, error: sqlite3.Error) -> TraceError:
+    def _unreadable(self, table: str, error: sqlite3.Error | UnicodeDecodeError) -> TraceError:
+        if isinstance(error, UnicodeDecodeError):
+            return TraceError(f"{self.path}: {table}: a name in the schema is no UTF-8. {EXPORT_AGAIN}")
         if "locked" in str(error):
             return TraceError(f"{self.path}: {error}: another process is writing it. Wait until its export is done.")
         return TraceError(f"{self.path}: {table}: {error}. {EXPORT_AGAIN}")
+
+
+def _text(value: Any) -> str:
+    """SQLite keeps what it is given, whatever the column's type: a text may be NULL, bytes or a number."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return "" if value is None else str(value)

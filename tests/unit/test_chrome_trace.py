@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from profiler_core.attribute import windows
 from profiler_core.collect import chrome_trace
 from profiler_core.trace import Trace, TraceError
 
@@ -150,7 +151,7 @@ def test_times_are_exact_to_the_nanosecond(base: int) -> None:
     numbers = random.Random(base)
     times = sorted(base * 1000 + numbers.randrange(10**9) for _ in range(200))
     spelled = [f"{ns // 1000}.{ns % 1000:03d}" for ns in times]
-    events = ",".join(json.dumps(event("cpu_op", "x", "TS", "TS")).replace('"TS"', s) for s in spelled)
+    events = ",".join(json.dumps(event("cpu_op", "x", "TS", 1)).replace('"TS"', s) for s in spelled)
     assert chrome_trace.parse(f"[{events}]").ranges["start_ns"].tolist() == times
     shorter = [str(Decimal(s).normalize()) for s in spelled]  # as other writers do: 12.25, 1E+3
     assert parse(*(event("cpu_op", "x", s, 1) for s in shorter)).ranges["start_ns"].tolist() == times
@@ -371,3 +372,43 @@ def test_what_is_known_of_the_run() -> None:
     assert (trace.meta["rank"], trace.meta["world_size"], trace.meta["with_stack"]) == (1, 8, True)
     assert trace.meta["versions"] == {"cupti_version": 28}
     assert "secret" not in str(trace.meta)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "left"),
+    [
+        ({"computeMajor": None}, {0: {"sm_count": 132}}),
+        ({"computeMajor": "x", "name": 5}, {0: {"sm_count": 132}}),
+        ({"computeMinor": 1.5}, {0: {"sm_count": 132}}),
+        ({"numSms": 10**20}, {0: {"capability": (9, 0)}}),
+        ({"id": [1]}, {}),
+    ],
+)
+def test_a_damaged_property_of_a_device_is_left_out_and_said(wrong: dict[str, Any], left: dict[int, Any]) -> None:
+    trace = parse(OP, CALL, kernel(), deviceProperties=[{"id": 0, "computeMajor": 9, "numSms": 132, **wrong}])
+    assert trace.meta["devices"] == left
+    assert trace.notes[0].startswith(f"deviceProperties, entry 0: no usable {next(iter(wrong))}")
+
+
+@pytest.mark.parametrize("digits", [11, 20, 5000])
+@pytest.mark.parametrize("prefix", ["fxopt::iteration#", "ProfilerStep#"])
+def test_a_number_beyond_any_iteration_is_none(prefix: str, digits: int) -> None:
+    trace = parse(OP, CALL, kernel(), event("user_annotation", prefix + "9" * digits, 1, 50))
+    assert trace.iterations == 0
+    assert len(windows.find(trace).number) == 0
+
+
+@pytest.mark.parametrize("rest", [[CALL], [event("user_annotation", "step", 1, 50)]])
+def test_a_damaged_trace_without_kernels_and_operators_is_an_error(rest: list[dict[str, Any]]) -> None:
+    whole = json.dumps({"traceEvents": [*rest, kernel()]})
+    with pytest.raises(TraceError, match=r"neither a kernel nor an operator is left.*breaks off at byte"):
+        chrome_trace.parse(whole[:-40])
+    with pytest.raises(TraceError, match=r"neither a kernel nor an operator is left.*1 events dropped"):
+        parse(*rest, kernel(dur=-1))
+    assert parse(*rest, OP, kernel(dur=-1)).partial, "operators alone are a partial trace of the CPU"
+
+
+def test_what_lasts_longer_than_104_days_is_dropped_and_said() -> None:
+    trace = parse(OP, CALL, kernel(), kernel("long", dur=2**53 // 1000 + 1))
+    assert trace.kernels["name"].tolist() == ["k"]
+    assert "event 3 ('long'): its duration is over 2**53 ns (104 days)" in trace.partial[0]

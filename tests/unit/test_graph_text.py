@@ -166,3 +166,15 @@ def test_names_that_a_graph_lacks_are_added_as_unknown() -> None:
     nodes = nodes_of(printed)
     assert list(nodes)[-1] == "mm_3" and len(nodes) == 11
     assert (nodes["mm_3"].target, nodes["mm_3"].shape, nodes["mm_3"].bytes) == ("", None, None)
+
+
+HUGE = ["9" * digits for digits in (20, 30, 5000)]
+KINDS = ["f32[2, {0}][1, 2]", "f32[2, 3][{0}, 1]", "f32[{0}]", "Sym({0})"]
+
+
+@pytest.mark.parametrize("annotation", [f"f32[{10**17}, {10**17}]", *(k.format(h) for k in KINDS for h in HUGE)])
+def test_sizes_that_no_tensor_has_give_a_node_without_a_value(annotation: str) -> None:
+    text = f'class A:\n    def forward(self, x: "{annotation}", y: "f32[2]"):\n        return x\n'
+    x, y = parse(text).graph.nodes
+    assert x.meta.get("val") is None and y.meta["val"].shape == (2,)
+    assert list(nodes_of(parse(text))) == ["x", "y"]

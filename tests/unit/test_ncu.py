@@ -356,3 +356,58 @@ def test_more_rows_than_are_held_at_once_stay_in_order() -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.csv"):
         read(tmp_path / "absent.csv")
+
+
+def test_a_carriage_return_inside_a_row_costs_that_row_alone() -> None:
+    table = parse(raw({"m__a.sum": ""}, [*launch(), "1"], [*launch(identifier=1), "2"]).replace('"1"\n', '"1"\r x\n'))
+    assert table.rows["id"].tolist() == [1]
+    assert table.partial[0].startswith("Line 3 is no CSV (")
+
+
+@pytest.mark.parametrize("digits", ["9" * 20, "9" * 5000])
+def test_numbers_beyond_their_column_are_left_out_and_said(digits: str) -> None:
+    row = launch(grid=f"({digits}, 2, 1)")
+    row[0] = row[1] = row[6] = row[9] = digits
+    table = parse(raw({"launch__registers_per_thread": "", "m__a.sum": ""}, [*row, digits[:20], "1"]))
+    found = table.rows.iloc[0]
+    assert [found[name] for name in ("id", "process", "stream", "device")] == [-1, 0, -1, -1]
+    assert [found[f"grid_{axis}"] for axis in "xyz"] == [0, 2, 1]
+    assert np.isnan(found["launch__registers_per_thread"]) and found["m__a.sum"] == 1
+    assert len(table.partial) == 6 and "Line 3: Process ID '999" in "".join(table.partial)
+
+
+@pytest.mark.parametrize("page", ["raw", "details"])
+def test_of_a_column_that_stands_there_twice_the_first_is_read(page: str) -> None:
+    if page == "raw":
+        twice = [*FIXED, "Stream", "m__a.sum", "m__a.sum"]
+        text = csv(twice, [""] * len(twice), [*launch(), "99", "1", "2"])
+    else:
+        text = csv([*DETAILS, "Metric Value"], [*launch(), "s", "m__a.sum", "", "1", "2"])
+    table = parse(text)
+    assert (table.rows["stream"].tolist(), table.rows["m__a.sum"].tolist()) == ([13], [1.0])
+    assert table.notes[0].startswith("Line 1: columns that stand there twice, of which the first is read: ")
+
+
+@pytest.mark.parametrize("unit", ["parsec", "Kns", "byte", "%"])
+def test_a_duration_needs_a_unit_of_time(unit: str) -> None:
+    table = parse(csv(DETAILS, detail("gpu__time_duration.sum", unit, "5"),
+                      detail("gpu__time_duration.sum", "us", "7", identifier=1)))  # fmt: skip
+    np.testing.assert_array_equal(table.rows["gpu__time_duration.sum"], [np.nan, 7000.0])
+    assert table.units["gpu__time_duration.sum"] == "ns"
+    assert f"values in {unit} (line 2), not in ns, are left out" in table.partial[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("9" * 400, "is beyond a float"),
+        ("1e999", "is beyond a float"),
+        ("-5", "is a negative time"),
+        ("9007199254740994", "is over 2**53 ns (104 days)"),
+    ],
+)
+def test_a_time_that_cannot_be_is_left_out_and_said(value: str, why: str) -> None:
+    table = parse(raw({"gpu__time_duration.sum": "ns"}, [*launch(), value], [*launch(identifier=1), "5"]))
+    np.testing.assert_array_equal(table.rows["gpu__time_duration.sum"], [np.nan, 5.0])
+    (said,) = table.partial
+    assert said.endswith(f"(line 3) {why} and was left out.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from profiler_core.attribute.rows import rows_of
 from profiler_core.collect import nsys, nsys_command, nsys_sqlite
 from profiler_core.trace import KERNEL_COLUMNS, Trace, TraceError
 
@@ -39,7 +40,7 @@ def nvtx(start: int, end: int | None, text: str | None, **more: Any) -> dict[str
     return {"start": start, "end": end, "eventType": 59, "text": text, "globalTid": GLOBAL_TID, **more}
 
 
-def database(path: Path, tables: Mapping[str, Rows], strings: Mapping[int, str] = STRINGS) -> Path:
+def database(path: Path, tables: Mapping[str, Rows], strings: Mapping[int, Any] = STRINGS) -> Path:
     """An SQLite file with these tables; a table has the columns of its first row."""
     everything = {"StringIds": [{"id": i, "value": value} for i, value in strings.items()], **tables}
     with sqlite3.connect(path) as connection:
@@ -442,3 +443,61 @@ def test_reading_leaves_the_file_and_its_folder_as_they_were(file: Path) -> None
     nsys.read(file)
     assert file.read_bytes() == before
     assert list(file.parent.glob("*.sqlite*")) == [file]
+
+
+@pytest.mark.parametrize(("value", "name"), [(None, ""), (b"cuda\xff", "cuda\ufffd"), (5, "5")])
+def test_the_name_of_a_call_that_is_no_text_costs_no_kernel(file: Path, value: Any, name: str) -> None:
+    tables = {"CUPTI_ACTIVITY_KIND_KERNEL": ONE, "CUPTI_ACTIVITY_KIND_RUNTIME": [call(90, 95)]}
+    trace = nsys.read(database(file, tables, {**STRINGS, 4: value}))
+    assert trace.calls["name"].tolist() == [name]
+    assert rows_of(trace).replay.tolist() == [False]
+
+
+def test_a_call_without_a_name_is_no_launch_of_a_graph() -> None:
+    trace = Trace.build(
+        kernels={"name": ["k"], "start_ns": [5], "duration_ns": [1], "correlation": [3]},
+        calls={"name": [None], "start_ns": [1], "end_ns": [2], "correlation": [3]},
+    )
+    rows = rows_of(trace)
+    assert (rows.call.tolist(), rows.replay.tolist()) == ([0], [False])
+
+
+@pytest.mark.parametrize("value", [b"step\xff", 7])
+def test_a_range_whose_text_is_no_text_is_kept(file: Path, value: Any) -> None:
+    tables = {"CUPTI_ACTIVITY_KIND_KERNEL": ONE, "NVTX_EVENTS": [nvtx(0, 9, value)]}
+    (name,) = nsys.read(database(file, tables)).ranges["name"]
+    assert name in ("step\ufffd", "7")
+
+
+def test_a_schema_that_is_not_utf8_is_refused(file: Path) -> None:
+    database(file, {"CUPTI_ACTIVITY_KIND_KERNEL": ONE})
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"CREATE TABLE CUPTI", b"CREATE T\xffBLE CUPTI"))
+    with pytest.raises(TraceError, match=r"run 100%\.sqlite: .*Export it again"):
+        nsys.read(file)
+
+
+def test_what_lasts_longer_than_104_days_is_dropped_and_said(file: Path) -> None:
+    end = 2**53 + 2000
+    tables = {
+        "CUPTI_ACTIVITY_KIND_KERNEL": [*ONE, kernel(100, end)],
+        "CUPTI_ACTIVITY_KIND_RUNTIME": [call(90, 95), call(91, end)],
+        "NVTX_EVENTS": [nvtx(0, 9, "a"), nvtx(0, end, "b")],
+    }
+    trace = nsys.read(database(file, tables))
+    assert trace.kernels["duration_ns"].tolist() == [50]
+    assert (trace.calls["start_ns"].tolist(), trace.ranges["name"].tolist()) == ([90], ["a"])
+    assert len(trace.partial) == 3 and all("1 rows last over 2**53 ns (104 days)" in said for said in trace.partial)
+
+
+def test_a_limit_of_a_gpu_that_is_no_number_is_not_known(file: Path) -> None:
+    gpu = {
+        "id": 0,
+        "name": "H200",
+        "computeMajor": "x",
+        "maxWarpsPerSm": "many",
+        "threadsPerWarp": b"2",
+        "smCount": 132,
+    }
+    trace = nsys.read(database(file, {"CUPTI_ACTIVITY_KIND_KERNEL": ONE, "TARGET_INFO_GPU": [gpu]}))
+    assert trace.meta["devices"] == {0: {"name": "H200", "sm_count": 132}}
