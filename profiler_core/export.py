@@ -15,14 +15,13 @@ import re
 import tempfile
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from profiler_core.aggregate import leading_node
 from profiler_core.collect.provenance import NodeInfo
 from profiler_core.counters import COUNTERS
-from profiler_core.files import write_atomically
+from profiler_core.files import plain, write_atomically
 from profiler_core.profiles import SCHEMA_VERSION, Profile
 from profiler_core.trace import ITERATION_PREFIX
 
@@ -48,16 +47,25 @@ def to_chrome_trace(profile: Profile, path: str | os.PathLike[str], *, columns: 
 
     Each kernel is an event on the track of its device and stream (on a CPU, of its thread), with operator, nodes,
     module path, source line, method, confidence, the counters that were measured, and ``columns``: further columns of
-    ``profile.kernels``, such as labels, which become arguments of the same name. Kernels without an FX node are red.
-    Launches are joined to their kernels by arrows; only their start is known, so they are 1 ns long. A call of the
-    measured function is a range over its launches on the thread, and one over its kernels on a track of its own.
+    ``profile.kernels`` (or the name of one), such as labels, which become arguments of the same name. Kernels without
+    an FX node are red. Launches are joined to their kernels by arrows; only their start is known, so they are 1 ns
+    long. A call of the measured function is a range over its launches on the thread, and one over its kernels on a
+    track of its own.
 
     Times are microseconds with three decimals, so whole ns are kept. Categories and arguments are Kineto's, and
-    :func:`profiler_core.collect.chrome_trace.read` reads the same kernels. Raises ValueError for unknown columns.
+    :func:`profiler_core.collect.chrome_trace.read` reads the same kernels. Raises ValueError for unknown columns, and
+    for those whose name another argument has.
     """
+    columns = (columns,) if isinstance(columns, str) else columns
     absent = [column for column in columns if column not in profile.kernels]
     if absent:
         raise ValueError(f"no column {absent[0]!r} in profile.kernels; it has {', '.join(map(str, profile.kernels))}")
+    taken = [column for column in columns if column in _TAKEN]
+    if taken:
+        raise ValueError(
+            f"{', '.join(map(repr, taken))}: the trace has arguments of that name already; leave them out, or "
+            "rename columns of your own"
+        )
     where = Path(path)
     with replacing(where) as raw:
         # Neither the name of the file nor the time goes into the archive: equal profiles give equal files.
@@ -116,6 +124,8 @@ _KINETO_ARGS = {
     "registers": "registers per thread",
     "shared_memory": "shared memory",
 }
+# Arguments of every kernel, and ``row``, which is its number here.
+_TAKEN = {"device", "nodes", "module", "source", "row", *_KINETO_ARGS.values()} - set(_KINETO_ARGS)
 
 
 class _Encoder:
@@ -325,29 +335,6 @@ def _without_home(path: str) -> str:
     if home not in ("", "~") and path.startswith((home + "/", home + "\\")):
         return "~" + path[len(home) :]
     return _HOME.sub("~", path)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON holds it: text without lone surrogates, NaN and NA as null, infinities as text."""
-    if isinstance(value, str):
-        if value.isascii():
-            return str(value)
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, float):
-        return None if math.isnan(value) else float(value) if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=str)
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if hasattr(value, "tolist"):  # numpy
-        return plain(value.tolist())
-    return None if str(value) == "<NA>" else plain(str(value))
 
 
 @contextmanager

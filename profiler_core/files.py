@@ -1,11 +1,14 @@
-"""Files that another process may read while they are written."""
+"""Files that another process may read while they are written, and what JSON can hold."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -20,3 +23,28 @@ def write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it: text without lone surrogates; NaN, NA and infinities as null; what JSON has no word for
+    (a path, a date) as text.
+    """
+    if isinstance(value, str):
+        if value.isascii():
+            return str(value)
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=str)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if hasattr(value, "tolist"):  # numpy
+        return plain(value.tolist())
+    return None if str(value) in ("<NA>", "NaT") else plain(str(value))  # of pandas, which is not imported for it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from profiler_core import aggregate, counters
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # What is asked of a node; everything else is a column of the kernels.
 _OF_NODES = ("node", "target", "module_path", "module_class", "file", "line", "layer_class")
+_RESULTS = ("time_ns", "share", "kernels")
 
 
 def by(profile: Profile, column: str) -> pd.DataFrame:
@@ -26,9 +28,14 @@ def by(profile: Profile, column: str) -> pd.DataFrame:
     all kernel time), ``kernels`` (per call, a part of one for each node of a fused kernel), then the counters and
     ``counter_coverage``. Time of a fused kernel is shared among its nodes by the bytes that each would move; counters
     that are sums are shared in the same way, rates are weighted by it. Kernels without nodes are "" there, and a value
-    that is missing is one of its own, so that the times always sum to the total. Raises KeyError, naming the columns
-    there are.
+    that is missing is one of its own, so that the times always sum to the total; a list counts as the tuple. Raises
+    KeyError, naming the columns there are, TypeError for more than one column, and ValueError for one of sets, dicts or
+    arrays, or with the name of a column of the result.
     """
+    import pandas as pd
+
+    if not isinstance(column, Hashable):
+        raise TypeError(f"by() takes the name of one column, not a {type(column).__name__}: call it once for each")
     window = profile.window
     of_nodes = [name for name in _OF_NODES if name in profile.nodes]
     if column in of_nodes:
@@ -36,12 +43,31 @@ def by(profile: Profile, column: str) -> pd.DataFrame:
     elif column in window.columns:
         import numpy as np
 
+        if column in _RESULTS:
+            raise ValueError(f"column {column!r} has the name of a column of the result: rename it, then group by that")
         kernel = np.arange(len(window))
-        group, part = window[column].to_numpy(dtype=object), np.ones(len(window))
+        group, part = np.empty(len(window), dtype=object), np.ones(len(window))
+        group[:] = [_key(value, column) for value in window[column].to_numpy(dtype=object)]
     else:
         raise KeyError(f"no column {column!r}; there are {', '.join((*of_nodes, *window.columns))}")
     table = _summed(profile, window, kernel, group, part).drop(columns=column, errors="ignore")
-    return table.rename_axis(column).reset_index().sort_values("time_ns", ascending=False, ignore_index=True)
+    values = pd.Series(table.index.to_numpy(), index=table.index, dtype=object)
+    if not any(isinstance(value, str) for value in table.index):  # pandas' own text cannot hold a lone surrogate
+        values = values.infer_objects()
+    table.insert(0, column, values)
+    return table.sort_values("time_ns", ascending=False, ignore_index=True)
+
+
+def _key(value: object, column: str) -> Hashable:
+    """A value to group by: lists as tuples."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(item, column) for item in value)
+    try:
+        hash(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise ValueError(f"column {column!r}: cannot group by a {kind}: make it a text or a tuple") from None
+    return value
 
 
 def with_node_counters(profile: Profile) -> pd.DataFrame:
@@ -81,7 +107,7 @@ def _summed(
 
         return np.bincount(codes, weights=values, minlength=count)
 
-    index = pd.Index(list(keys), tupleize_cols=False)
+    index = pd.Index(list(keys), dtype=object, tupleize_cols=False)
     of_group = summed(time)
     table = pd.DataFrame(
         {
@@ -135,7 +161,7 @@ def _node_parts(
             if column == "node" and several and row["graph"]:  # each graph has its own "mm"
                 value = f"{row['node']} ({row['graph']})"
             value = "" if column == "line" and not row["file"] else value
-            value = (row["graph"], value) if qualified else value
+            value = (row["graph"], value) if qualified else _key(value, column)
             found[value] = found.get(value, 0.0) + weight
         return [(value, weight) for value, weight in found.items() if weight > 0]
 

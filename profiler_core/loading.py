@@ -40,6 +40,7 @@ def load(*paths: str | os.PathLike[str], calls: int | None = None, chip: str | N
     device. Raises :class:`TraceError`, ``CounterError`` or ``ProvenanceFormatError``, naming the file, the place and
     the remedy.
     """
+    from profiler_core import counters as known
     from profiler_core.attribute.counter_join import with_counters
     from profiler_core.layer_classes import with_layer_classes
 
@@ -52,8 +53,12 @@ def load(*paths: str | os.PathLike[str], calls: int | None = None, chip: str | N
     notes: list[str] = []
     if not all(isinstance(given, (str, os.PathLike)) for given in paths):
         raise TypeError("load() takes each file as an argument of its own: load(*files)")
-    for path in [file for given in paths for file in _expanded(Path(given))]:
-        kind = sort_of(path)
+    if chip is not None:
+        try:
+            known.family(chip)
+        except known.UnknownChip as error:
+            raise TraceError(f"chip={chip!r}: {error}") from error
+    for path, kind in [found for given in paths for found in _sorted(given)]:
         if kind == "profile":
             saved.append(Profile.from_parquet(path) if path.is_dir() else Profile.load(path))
         elif kind == "counters":
@@ -110,6 +115,16 @@ def _attributed(trace: Trace, provenances: Sequence[Provenance], calls: int | No
             f"{len(outside)} kernels and copies ({profile.outside_ns / 1e3:,.0f} us) lie outside of the window"
         )
     return replace(profile, notes=(*profile.notes, *notes))
+
+
+def _sorted(given: str | os.PathLike[str]) -> list[tuple[Path, str]]:
+    """The files that a path stands for, each with what it holds."""
+    if not os.fspath(given):
+        raise TraceError("an empty path was given: give the name of a file or a folder")
+    try:
+        return [(path, sort_of(path)) for path in _expanded(Path(given))]
+    except OSError as error:  # too long a name, no permission
+        raise TraceError(f"{given!s}: cannot be read ({error.strerror}): check the path") from error
 
 
 def _expanded(path: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import uuid
 from dataclasses import asdict
@@ -12,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from profiler_core.collect.provenance import Launch
 from profiler_core.counters import COUNTERS
-from profiler_core.export import plain, replacing
-from profiler_core.files import write_atomically
-from profiler_core.profiles import KERNEL_COLUMNS, NODE_COLUMNS, SCHEMA_VERSION, Profile, ProfileFormatError
+from profiler_core.export import replacing
+from profiler_core.files import plain
+from profiler_core.profiles import (
+    KERNEL_COLUMNS,
+    NODE_COLUMNS,
+    SCHEMA_VERSION,
+    Profile,
+    ProfileFormatError,
+    header_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,25 +45,33 @@ def to_parquet(profile: Profile, folder: str | os.PathLike[str]) -> None:
 
     Tuples become lists, what was not measured null. Every column's metadata hold its pandas dtype and, where it has
     one, its unit; the schema's hold the version. The three files carry one stamp, so that a mixture of two exports is
-    noticed. Raises MissingDependency without pyarrow, ValueError for a column that Parquet cannot hold, and OSError.
+    noticed; an earlier export stays where this one fails. Raises MissingDependency without pyarrow, ValueError for a
+    column that Parquet cannot hold, and OSError.
     """
     _, parquet = _pyarrow()
     where, stamp = Path(folder), uuid.uuid4().hex
-    where.mkdir(parents=True, exist_ok=True)
-    for name, data in (("kernels", profile.kernels), ("nodes", profile.nodes)):
-        table = _arrow_table(data, {"fxopt": json.dumps({"schema_version": SCHEMA_VERSION, "stamp": stamp})}, name)
-        with replacing(where / f"{name}.parquet") as file:
-            parquet.write_table(table, file, compression="zstd")
+    marks = {"fxopt": json.dumps({"schema_version": SCHEMA_VERSION, "stamp": stamp})}
+    kernels = _arrow_table(profile.kernels, marks, "kernels")
+    nodes = _arrow_table(profile.nodes, marks, "nodes")
     header = {
         "schema_version": SCHEMA_VERSION,
         "stamp": stamp,
         "iterations": profile.iterations,
-        "wall_ns": None if math.isnan(profile.wall_ns) else profile.wall_ns,
+        "wall_ns": profile.wall_ns,
         "environment": profile.environment,
         "notes": list(profile.notes),
         "launches": [asdict(launch) for launch in profile.launches],
     }
-    write_atomically(where / "profile.json", json.dumps(plain(header), allow_nan=False))
+    text = json.dumps(plain(header), allow_nan=False)
+    # All three are written before the first takes the place of an earlier one.
+    with (
+        replacing(where / "kernels.parquet") as kernels_file,
+        replacing(where / "nodes.parquet") as nodes_file,
+        replacing(where / "profile.json") as header_file,
+    ):
+        parquet.write_table(kernels, kernels_file, compression="zstd")
+        parquet.write_table(nodes, nodes_file, compression="zstd")
+        header_file.write(text.encode())
 
 
 def from_parquet(folder: str | os.PathLike[str]) -> Profile:
@@ -84,16 +98,19 @@ def from_parquet(folder: str | os.PathLike[str]) -> Profile:
                 raise ValueError(f"it lacks the column {missing[0]!r}")
             frames[name] = _pandas_frame(table)
         path = where / "profile.json"
-        return Profile(
-            frames["kernels"],
-            frames["nodes"],
-            header["environment"],
-            int(header["iterations"]),
-            math.nan if header["wall_ns"] is None else float(header["wall_ns"]),
-            tuple(Launch(**{**launch, "nodes": tuple(launch["nodes"])}) for launch in header["launches"]),
-            tuple(header["notes"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+        launches = tuple(Launch(**{**launch, "nodes": tuple(launch["nodes"])}) for launch in header["launches"])
+        environment, iterations, wall, notes = header_of(header)
+        return Profile(frames["kernels"], frames["nodes"], environment, iterations, wall, launches, notes)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        pyarrow.ArrowException,
+    ) as error:
         raise ProfileFormatError(f"{path}: {type(error).__name__}: {error}{remedy}") from error
 
 

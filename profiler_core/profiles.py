@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler_core.aggregate import leading_node
 from profiler_core.collect.provenance import Launch, NodeInfo
-from profiler_core.files import write_atomically
+from profiler_core.files import plain, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,8 +223,15 @@ class Profile:
         """
         rows = self.window
         rows = rows[rows["method"] == "none"]
-        table = rows.groupby(["name", "reason"], sort=False)["duration_ns"].agg(["count", "sum"]).reset_index()
-        table.columns = ["name", "reason", "kernels", "time_ns"]
+        # Not by groupby: its index cannot hold every name (a lone surrogate).
+        sums: dict[tuple[str, str], dict[str, Any]] = {}
+        for name, reason, time in zip(rows["name"], rows["reason"], rows["duration_ns"].tolist(), strict=True):
+            group = sums.setdefault((name, reason), {"name": name, "reason": reason, "kernels": 0, "time_ns": 0})
+            group["kernels"] += 1
+            group["time_ns"] += time
+        table = frame(
+            list(sums.values()), {"name": "object", "reason": "object", "kernels": "int64", "time_ns": "int64"}
+        )
         return table.sort_values("time_ns", ascending=False, kind="stable").reset_index(drop=True)
 
     def groups(self) -> pd.DataFrame:
@@ -300,14 +310,19 @@ class Profile:
         return from_parquet(folder)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, atomically."""
-        data = {
+        """Write the profile as JSON, atomically. What JSON cannot hold is written as :func:`profiler_core.files.plain`
+        says: infinities are null, lone surrogates U+FFFD, sets lists, paths and dates text.
+        """
+        header = {
             "schema_version": SCHEMA_VERSION,
             "iterations": self.iterations,
-            "wall_ns": _plain(self.wall_ns),
+            "wall_ns": self.wall_ns,
             "environment": self.environment,
             "notes": list(self.notes),
             "launches": [asdict(launch) for launch in self.launches],
+        }
+        data = {
+            **plain(header),
             "kernels": _table(self.kernels),
             "nodes": _table(self.nodes),
         }
@@ -315,13 +330,14 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read what :meth:`save` wrote. Raises :class:`ProfileFormatError`, naming the file, the place and
-        the remedy.
+        """Read what :meth:`save` wrote, also gzipped. Raises :class:`ProfileFormatError`, naming the file, the place
+        and the remedy.
         """
         remedy = "; profile again, or read it with the version that wrote it"
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raw = Path(path).read_bytes()
+            data = json.loads((gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode())
+        except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ProfileFormatError(f"{path}: not JSON ({error}){remedy}") from error
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else None
@@ -331,20 +347,14 @@ class Profile:
             launches = tuple(Launch(**{**item, "nodes": tuple(item["nodes"])}) for item in data["launches"])
             place = "kernels"
             kernels = _frame_of(data["kernels"], KERNEL_COLUMNS)
+            if (kernels["duration_ns"] < 0).any():
+                raise ValueError(f"row {(kernels['duration_ns'] < 0).argmax()}: duration_ns is negative")
             place = "nodes"
             nodes = _frame_of(data["nodes"], NODE_COLUMNS)
             place = "header"
-            wall = math.nan if data["wall_ns"] is None else float(data["wall_ns"])
-            return cls(
-                kernels,
-                nodes,
-                dict(data["environment"]),
-                int(data["iterations"]),
-                wall,
-                launches,
-                tuple(data["notes"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            environment, iterations, wall, notes = header_of(data)
+            return cls(kernels, nodes, environment, iterations, wall, launches, notes)
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ProfileFormatError(f"{path}: {place}: {type(error).__name__}: {error}{remedy}") from error
 
 
@@ -365,20 +375,24 @@ def _info(row: Mapping[Any, Any]) -> NodeInfo:
     )
 
 
+def header_of(data: Mapping[str, Any]) -> tuple[dict[str, Any], int, float, tuple[str, ...]]:
+    """(environment, iterations, wall_ns, notes) of a file's header. Raises KeyError, TypeError, ValueError or
+    OverflowError where one is absent or nonsense.
+    """
+    environment, iterations, notes = data["environment"], data["iterations"], data["notes"]
+    if not isinstance(environment, dict):
+        raise TypeError(f"environment: expected an object, got {environment!r:.80}")
+    if type(iterations) is not int or iterations < 1:
+        raise ValueError(f"iterations: expected an integer of 1 or more, got {iterations!r:.80}")
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise TypeError(f"notes: expected a list of texts, got {notes!r:.80}")
+    wall = math.nan if data["wall_ns"] is None else float(data["wall_ns"])
+    return environment, iterations, wall, tuple(notes)
+
+
 def _table(data: pd.DataFrame) -> dict[str, Any]:
-    rows = [[_plain(value) for value in row] for row in data.astype(object).itertuples(index=False, name=None)]
-    return {"columns": list(data.columns), "rows": rows}
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value; what was not measured (NaN, NA) is null."""
-    import pandas as pd
-
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
-        return None
-    return value.item() if hasattr(value, "item") else value
+    rows = [[plain(value) for value in row] for row in data.astype(object).itertuples(index=False, name=None)]
+    return {"columns": plain(list(data.columns)), "dtypes": [str(dtype) for dtype in data.dtypes], "rows": rows}
 
 
 def _frame_of(table: Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFrame:
@@ -386,10 +400,18 @@ def _frame_of(table: Mapping[str, Any], columns: Mapping[str, str]) -> pd.DataFr
     if missing:
         raise KeyError(f"column {sorted(missing)[0]!r}")
     records = [dict(zip(table["columns"], _tuples(row), strict=True)) for row in table["rows"]]
+    known = dict(zip(table["columns"], table["dtypes"], strict=True)) if "dtypes" in table else {}
     extra = {
-        name: "float64" if _numeric(records, name) else "object" for name in table["columns"] if name not in columns
+        name: _restored(known[name]) if known else "float64" if _numeric(records, name) else "object"
+        for name in table["columns"]
+        if name not in columns
     }
     return frame(records, {**columns, **extra})
+
+
+def _restored(dtype: str) -> str:
+    """The dtype of a column that a caller added: that of numbers, truths and texts, else what JSON gives."""
+    return dtype if re.fullmatch(r"bool(ean)?|[uU]?[iI]nt\d+|[fF]loat\d+|str(ing)?", dtype) else "object"
 
 
 def _numeric(records: Sequence[Mapping[str, Any]], name: str) -> bool:

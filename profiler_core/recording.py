@@ -57,6 +57,9 @@ def record(
         raise ValueError("argv is empty: give the program to run")
     if chip is not None:
         known.metric_names(chip, keys)  # of no known chip: raises before anything runs
+    nsys = nsys_command.find()
+    if nsys is None:  # known before anything of an earlier recording goes
+        raise nsys_command.NsysError(nsys_command.MISSING + ".")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     logs, cache, table = folder / "torch_trace", folder / "inductor_cache", folder / "counters.csv"
@@ -72,7 +75,8 @@ def record(
     }
     files, notes = [], []
     traced = {**settings, "TORCH_TRACE": str(logs.resolve()), ACTIVE: "ranges"}
-    files.append(nsys_command.record(_with(argv, traced), folder / "times", library_path=library_path, timeout=timeout))
+    command = _with(argv, traced)
+    files.append(nsys_command.record(command, folder / "times", nsys=nsys, library_path=library_path, timeout=timeout))
     for log in sorted(logs.glob("*.log")):
         try:
             torch_trace.read(log)

@@ -141,6 +141,26 @@ def test_columns_that_the_profile_lacks_are_refused(profile: Profile, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_column_whose_name_an_argument_has_is_refused(profile: Profile, tmp_path: Path) -> None:
+    profile.kernels["module"] = "mine"
+    with pytest.raises(ValueError, match=r"'device', 'module': .*rename"):
+        to_chrome_trace(profile, tmp_path / "t.json", columns=["device", "labels", "module"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_column_may_be_given_by_its_name_and_no_argument_comes_twice(profile: Profile, tmp_path: Path) -> None:
+    profile.kernels["tier"] = [f"tier {i}" for i in range(5)]
+    to_chrome_trace(profile, tmp_path / "t.json", columns="tier")
+    assert [k["args"]["tier"] for k in kernels_in(tmp_path / "t.json")] == profile.kernels["tier"].tolist()
+    to_chrome_trace(profile, tmp_path / "t.json", columns=["tier", "tier", "family", "registers", "name"])
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    json.loads((tmp_path / "t.json").read_text(), object_pairs_hook=once)
+
+
 def stacks(path: Path) -> dict[tuple[str, ...], int]:
     lines = path.read_text(encoding="utf-8").splitlines()
     parts = [line.rpartition(" ") for line in lines]

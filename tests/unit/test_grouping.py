@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from profiler_core.attribute.engine import attribute
@@ -114,6 +116,37 @@ def test_by_a_column_in_which_values_are_missing(profile: Profile) -> None:
     assert len(profile.by("waves_per_sm")) == 1  # not known of any
     assert times(profile, "opaque") == {True: 360, False: 90}
     assert times(profile, "nodes")[("add", "view", "exp")] == 80
+
+
+def test_any_name_is_a_value(profile: Profile) -> None:
+    profile.kernels["name"] = pd.Series([f"k\ud800{i % 2}" for i in range(len(profile.kernels))], dtype=object)
+    assert set(times(profile, "name")) == {"k\ud8000", "k\ud8001"}
+    assert times(profile, "stream") == {7: 450} and profile.by("stream")["stream"].dtype.kind == "i"
+
+
+def test_lists_count_as_tuples(profile: Profile) -> None:
+    profile.kernels["labels"] = [["a", ["b"]] if i % 2 else [] for i in range(len(profile.kernels))]
+    assert set(times(profile, "labels")) == {("a", ("b",)), ()}
+
+
+@pytest.mark.parametrize("value", [{"a"}, {"a": 1}, np.array([1]), ("a", {"b"})], ids=["set", "dict", "array", "inner"])
+def test_what_cannot_be_compared_is_refused_with_its_column(profile: Profile, value: object) -> None:
+    profile.kernels["labels"] = [value] * len(profile.kernels)
+    with pytest.raises(ValueError, match=r"column 'labels': cannot group by a (set|dict|ndarray): make it a text"):
+        profile.by("labels")
+
+
+def test_several_columns_are_refused(profile: Profile) -> None:
+    with pytest.raises(TypeError, match=r"by\(\) takes the name of one column, not a list"):
+        profile.by(["name"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["time_ns", "share", "kernels"])
+def test_a_column_with_the_name_of_a_result_is_to_be_renamed(profile: Profile, name: str) -> None:
+    profile.kernels[name] = 1
+    with pytest.raises(ValueError, match=f"column '{name}' .*: rename it"):
+        profile.by(name)
+    assert times(profile, "family")["gemm"] == 320  # others do not mind it
 
 
 def test_nodes_of_unknown_bytes_share_equally(profile: Profile) -> None:

@@ -176,8 +176,9 @@ def squeezed(make: Callable[[Path], Path]) -> Callable[[Path], Path]:
         (torch_trace, "provenance"),
         (squeezed(torch_trace), "provenance"),
         (saved, "profile"),
+        (squeezed(saved), "profile"),
     ],
-    ids=["chrome", "chrome.gz", "nsys", "ncu", "log", "log.gz", "saved"],
+    ids=["chrome", "chrome.gz", "nsys", "ncu", "log", "log.gz", "saved", "saved.gz"],
 )
 def test_the_contents_say_what_a_file_is_whatever_its_name(tmp_path: Path, make, kind: str, name: str) -> None:
     assert loading.sort_of(make(tmp_path / name)) == kind
@@ -224,6 +225,24 @@ def test_a_missing_an_empty_and_no_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ProvenanceFormatError, match=r"folder: no output_code\.py .*TORCH_COMPILE_DEBUG=1"):
         profiler_core.load(tmp_path / "folder")
+
+
+def test_paths_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="an empty path was given"):
+        profiler_core.load("")
+    with pytest.raises(TraceError, match=r"xxx: cannot be read \(.*too long.*\): check the path"):
+        profiler_core.load(tmp_path / ("x" * 5000))
+
+
+def test_a_gzipped_profile_is_read(tmp_path: Path) -> None:
+    assert profiler_core.load(squeezed(saved)(tmp_path / "p.json.gz")).total_ns == 21_000
+
+
+def test_a_chip_that_is_not_known_is_refused_also_without_counters(tmp_path: Path) -> None:
+    for files in ([chrome(tmp_path / "t.json")], [tmp_path / "t.json", ncu(tmp_path / "c.csv")]):
+        for chip in ("ZZ", ""):
+            with pytest.raises(TraceError, match=rf"chip='{chip}': .*known: GA100, .*GH100"):
+                profiler_core.load(*files, chip=chip)
 
 
 def test_names_may_be_texts(tmp_path: Path) -> None:

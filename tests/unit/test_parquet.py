@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_profiles import HOSTILE, T, build, kernel, node, two_calls
@@ -52,6 +54,49 @@ def test_a_column_that_parquet_cannot_hold_is_refused_by_name(profile: Profile, 
     profile.kernels["labels"] = ["text", 1, ("a",), None, {}]
     with pytest.raises(ValueError, match=r"kernels: column 'labels' does not fit Parquet .*; leave it out"):
         profile.to_parquet(tmp_path)
+
+
+def test_a_failed_export_leaves_the_earlier_one(profile: Profile, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    to_parquet(profile, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    profile.nodes["labels"] = ["text", 1]
+    with pytest.raises(ValueError, match="nodes: column 'labels'"):
+        to_parquet(profile, tmp_path)
+    del profile.nodes["labels"]
+    profile.environment["self"] = profile.environment
+    with pytest.raises(RecursionError):
+        to_parquet(profile, tmp_path)
+    del profile.environment["self"]
+    wrote = parquet.write_table
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="disk is full"):
+        patch.setattr(parquet, "write_table", _full_at_the_second(wrote))
+        to_parquet(profile, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def _full_at_the_second(write: Callable[..., None]) -> Callable[..., None]:
+    calls = []
+
+    def limited(*args: Any, **options: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError("disk is full")
+        write(*args, **options)
+
+    return limited
+
+
+@pytest.mark.parametrize(
+    "change", [{"iterations": 0}, {"environment": []}, {"notes": "text"}, {"wall_ns": 10**400}], ids=str
+)
+def test_a_header_of_nonsense_is_refused(profile: Profile, tmp_path: Path, change: dict[str, Any]) -> None:
+    pytest.importorskip("pyarrow")
+    to_parquet(profile, tmp_path)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ProfileFormatError, match=r"profile\.json: .*export the profile again"):
+        from_parquet(tmp_path)
 
 
 def test_parquet_of_nothing_has_every_column(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,21 @@ def test_an_empty_profile_survives_its_file(tmp_path: Path) -> None:
         (lambda d: d["nodes"].pop("rows"), "nodes"),
         (lambda d: d["launches"][0].pop("nodes"), "launches"),
         (lambda d: d.pop("iterations"), "header"),
+        (lambda d: d.update(iterations=0), "iterations: expected an integer of 1 or more, got 0"),
+        (lambda d: d.update(iterations=1.5), "iterations: expected an integer"),
+        (lambda d: d.update(environment=[["a", 1]]), "environment: expected an object"),
+        (lambda d: d.update(notes="text"), "notes: expected a list of texts"),
+        (lambda d: d.update(notes=[1]), "notes: expected a list of texts"),
+        (lambda d: d.update(wall_ns=10**400), "OverflowError"),
+        (
+            lambda d: d["kernels"]["rows"][1].__setitem__(d["kernels"]["columns"].index("duration_ns"), -1),
+            "row 1: dura",
+        ),
+        (
+            lambda d: d["kernels"]["rows"][0].__setitem__(d["kernels"]["columns"].index("start_ns"), 2**70),
+            "kernels: Over",
+        ),
+        (lambda d: d["kernels"]["dtypes"].pop(), "kernels"),
     ],
 )
 def test_a_malformed_file_is_refused_by_name_place_and_remedy(profile, tmp_path, change, place) -> None:
@@ -140,12 +157,93 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
         Profile.load(path)
 
 
+def test_a_file_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ProfileFormatError, match="not JSON"):
+        Profile.load(path)
+
+
+def test_a_gzipped_file_is_read_and_a_damaged_archive_refused(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    whole = gzip.compress(path.read_bytes())
+    path.write_bytes(whole)
+    assert Profile.load(path).total_ns == profile.total_ns
+    for damaged in (whole[:-20], whole[:12], whole[:40] + b"\xff" * 40 + whole[80:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ProfileFormatError, match=r"profile\.json: not JSON .*profile again"):
+            Profile.load(path)
+
+
+def test_what_json_has_no_word_for_is_saved_as_text_list_or_null(profile: Profile, tmp_path: Path) -> None:
+    import numpy as np
+    import pandas as pd
+
+    when = datetime(2024, 5, 6, tzinfo=timezone.utc)
+    profile.environment.update(
+        count=np.int64(3), sizes=np.array([1, 2]), file=Path("/a/b"), date=when, none=math.nan, most=math.inf
+    )
+    profile.iterations, profile.wall_ns = np.int64(2), math.inf
+    profile.kernels["labels"] = [{"b", "a"}, None, np.array([1.5]), Path("x"), pd.NaT]
+    profile.kernels["date"] = pd.Timestamp("2024-01-02")
+    profile.kernels["rate"] = [1.0, math.inf, -math.inf, math.nan, 2.0]
+    profile.save(tmp_path / "p.json")
+    loaded = Profile.load(tmp_path / "p.json")
+    assert loaded.environment == {
+        "device_name": "test", "count": 3, "sizes": [1, 2], "file": "/a/b", "date": str(when), "none": None,
+        "most": None,
+    }  # fmt: skip
+    assert loaded.iterations == 2 and math.isnan(loaded.wall_ns)
+    assert loaded.kernels["labels"].tolist() == [("a", "b"), None, (1.5,), "x", None]
+    assert loaded.kernels["date"].tolist() == ["2024-01-02 00:00:00"] * 5
+    assert loaded.kernels["rate"].isna().tolist() == [False, True, True, True, False]
+
+
+def test_columns_of_a_caller_keep_their_types(profile: Profile, tmp_path: Path) -> None:
+    import pandas as pd
+
+    big = 2**60 + 1
+    added = {
+        "whole": pd.Series([big, 1, 2, 3, 4]),
+        "some": pd.Series([big, None, 2, 3, 4], dtype="Int64"),
+        "objects": pd.Series([big, None, 2, 3, 4], dtype=object),
+        "unsigned": pd.Series([2**64 - 1] * 5, dtype="uint64"),
+        "none": pd.Series([None] * 5, dtype=object),
+        "unknown": pd.Series([math.nan] * 5),
+        "real": pd.Series([1.0, math.nan, 2.0, 3.0, 4.0]),
+        "single": pd.Series([0.1] * 5, dtype="float32"),
+        "flag": pd.Series([True, False] * 2 + [True]),
+        "maybe": pd.Series([True, None, False, True, True], dtype="boolean"),
+        "text": pd.Series(list("abcde")),
+    }
+    for name, values in added.items():
+        profile.kernels[name] = values
+    profile.save(tmp_path / "p.json")
+    pd.testing.assert_frame_equal(Profile.load(tmp_path / "p.json").kernels, profile.kernels)
+
+
+def test_a_file_that_does_not_say_the_types_is_read(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    profile.kernels["rate"] = 1.5
+    profile.save(path)
+    data = json.loads(path.read_text())
+    del data["kernels"]["dtypes"], data["nodes"]["dtypes"]
+    path.write_text(json.dumps(data))
+    assert Profile.load(path).kernels["rate"].tolist() == [1.5] * 5
+
+
+def test_what_is_unattributed_may_have_any_name(profile: Profile) -> None:
+    profile.kernels.loc[profile.kernels["method"] == "none", "name"] = "k\ud800"
+    assert profile.unattributed()["name"].tolist() == ["k\ud800"]
+
+
 def test_a_failed_save_leaves_the_old_file(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile.save(path)
     before = path.read_text()
-    profile.environment["device"] = object()  # not JSON
-    with pytest.raises(TypeError):
+    profile.environment["device"] = profile.environment  # has no end
+    with pytest.raises(RecursionError):
         profile.save(path)
     assert path.read_text() == before and len(list(tmp_path.iterdir())) == 1
 

@@ -193,7 +193,20 @@ def test_without_nsys_there_is_nothing(tools: Tools, tmp_path: Path, monkeypatch
     monkeypatch.setattr(nsys_command, "find", lambda: None)
     with pytest.raises(NsysError, match="nsys\\) was not found on PATH"):
         profiler_core.record(tools.argv, tmp_path / "out")
-    assert not tools.runs
+    assert not tools.runs and not (tmp_path / "out").exists()
+
+
+def test_without_nsys_an_earlier_recording_stays(
+    logged: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    profiler_core.record(logged.argv, out, counters="none")
+    (out / "counters.csv").write_text("earlier")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    monkeypatch.setattr(nsys_command, "find", lambda: None)
+    with pytest.raises(NsysError):
+        profiler_core.record(logged.argv, out)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_a_gpu_that_is_not_named_is_asked_for(tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
