@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,25 @@ REPLAYS = ("auto", "application", "kernel")
 # are of no account.
 _COVERED = 0.99
 
+_running = Lock()
+
 Launch = tuple[str, str]  # (graph, launch key)
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inductor is patched and the profilers are of the process, so one profile() at a time."""
+    from profiler_core.collect.conflicts import ProfilerError
+
+    if not _running.acquire(blocking=False):
+        raise ProfilerError("another profile() is running in this process: wait for it to end")
+    try:
+        yield
+    finally:
+        _running.release()
+
+
+@_alone()
 def profile(
     fn: Callable[..., Any],
     *args: Any,
@@ -63,8 +80,10 @@ def profile(
         store: a folder for Inductor's provenance, so that a later run may be served from Inductor's cache; by default
             the user's cache folder.
 
-    Everything that ``fn`` raises passes through. Raises :class:`ValueError` for an option that is none, and
-    :class:`~profiler_core.collect.conflicts.ProfilerError` where another profiler is at work.
+    On the CPU, operators count on whatever thread they run during the measured calls. Everything that ``fn`` raises
+    passes through. Raises :class:`ValueError` for an option that is none, for a device that is neither a CPU nor a GPU
+    of CUDA's, and where a call returns a generator or coroutine, which has done nothing yet;
+    :class:`~profiler_core.collect.conflicts.ProfilerError` where another profiler, or another profile(), is at work.
     """
     import torch
 
@@ -79,6 +98,8 @@ def profile(
     if replay not in REPLAYS:
         raise ValueError(f"replay={replay!r}: expected one of {', '.join(REPLAYS)}")
     where = torch.device(device) if device is not None else _device_of((fn, args, kwargs))
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(where)!r}: expected cpu or cuda, whose kernels alone can be measured")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(where)!r}: torch finds no GPU (torch.cuda.is_available() is False)")
     if counters is None and where.type == "cuda":
@@ -99,6 +120,9 @@ def profile(
     notes += [f"no provenance for a compiled graph: {why}" for why in captured.missing]
     if hasattr(fn, "_torchdynamo_orig_callable") and not _called(trace)[0]:
         notes.append("Inductor compiled no graph of it: everything is attributed to operators")
+    if result.window.empty:
+        notes.append("no kernels: the function ran none during the measured calls")
+    notes += _on_other_threads(trace, result)
     result = with_layer_classes(result, provenances)
     if keys and where.type != "cuda":
         notes.append(f"no hardware counters: they are read on GPUs of NVIDIA, and this ran on {where.type}")
@@ -146,8 +170,8 @@ def _measure(
     for last in (False, True):
         with compile_capture.capturing(store, caches=caches) as captured:
             for _ in range(max(warmup, 1)):
-                call()
-            said, trace = _instrumented(call, captured, iterations, device)
+                _refuse_unstarted(call())
+            said, compiled, trace = _instrumented(call, captured, iterations, device)
         unknown = len(_called(trace)[0] - {p.cache_key for p in captured.provenances})
         if last or not (unknown or captured.missing):
             break
@@ -156,22 +180,67 @@ def _measure(
         caches = not captured.missing
         compile_capture.forget_compiled_code()
     called = {p.graph for p in captured.called(*_called(trace))}
+    if compiled:
+        what = "1 graph was" if compiled == 1 else f"{compiled} graphs were"
+        notes.append(f"{what} compiled during the measured calls; their compilation counts as work")
     notes += [f"graph {graph}: {note}" for graph, note in said.items() if note and graph in called]
     return trace, captured
 
 
 def _instrumented(
     call: Callable[[], Any], captured: Captured, iterations: int, device: torch.device
-) -> tuple[dict[str, str | None], Trace]:
-    """What is to be said of launches without ranges, by graph, and the trace."""
+) -> tuple[dict[str, str | None], int, Trace]:
+    """What is to be said of launches without ranges, by graph, how many graphs the calls in the trace compiled, and the
+    trace.
+    """
     from profiler_core.collect import inductor, kineto
 
     said = {}
+    before: list[tuple[int, int]] = []
+
+    def counted() -> Any:
+        before.append(_compiled(captured))
+        return call()
+
     with ExitStack() as stack:
         for graph, provenance in captured.graphs:
             ranges = inductor.instrumented(graph, provenance, tag=provenance.graph)
             said[provenance.graph] = stack.enter_context(ranges)
-        return said, kineto.measure(call, iterations=iterations, warmup=1, device=device)
+        trace = kineto.measure(counted, iterations=iterations, warmup=1, device=device)
+    first = before[-iterations]  # the calls in the trace come last
+    return said, max(now - then for now, then in zip(_compiled(captured), first, strict=True)), trace
+
+
+def _compiled(captured: Captured) -> tuple[int, int]:
+    """How many graphs Inductor and Dynamo, which may have others compile them, have compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return len(captured.graphs) + len(captured.missing), counters["stats"]["unique_graphs"]
+
+
+def _refuse_unstarted(returned: Any) -> None:
+    """Raises ValueError where this is what a generator function or ``async def`` returns."""
+    if inspect.iscoroutine(returned):
+        returned.close()  # or Python warns that it was never awaited
+    elif not (inspect.isgenerator(returned) or inspect.isasyncgen(returned)):
+        return
+    raise ValueError(f"the function returned a {type(returned).__name__}: call it through a function that runs it")
+
+
+def _on_other_threads(trace: Trace, result: Profile) -> list[str]:
+    """A note where operators on the CPU were counted that the calling thread did not run."""
+    from profiler_core.range_names import iteration_of
+
+    if trace.device_type != "cpu":
+        return []
+    callers = trace.ranges.loc[[iteration_of(name) >= 0 for name in trace.ranges["name"]], "thread"]
+    others = int((~result.window["thread"].isin(callers)).sum())
+    if not others:
+        return []
+    return [
+        f"{others} of {len(result.window)} kernels ran on other threads than the caller's: all that ran there "
+        "during the measured calls counts"
+    ]
 
 
 def _called(trace: Trace) -> tuple[set[str], set[str]]:
@@ -310,7 +379,10 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             for tensor in (*value.parameters(), *value.buffers()):
                 search(tensor)
         elif isinstance(value, Mapping):
-            for item in value.values():
+            items: tuple[Any, ...] = ()
+            with suppress(Exception):  # a mapping of the user's may do anything
+                items = tuple(value.values())
+            for item in items:
                 search(item)
         elif isinstance(value, (list, tuple)):
             for item in value:

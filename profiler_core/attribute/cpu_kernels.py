@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from profiler_core.attribute import windows
 from profiler_core.attribute.correlation import is_operator
 from profiler_core.range_names import is_generated, iteration_of, kernel_of, launch_of
 from profiler_core.trace import COMPILED_GRAPH_PREFIX, ITERATION_PREFIX, Trace, table
@@ -29,12 +30,15 @@ def cpu_kernels(trace: Trace, *, parent: np.ndarray | None = None, whole_graphs:
     """A row per CPU kernel in order of start: name, iteration, start_ns, duration_ns, process, thread, range (its row
     in ``trace.ranges``) and launch (``kernel:handle``; "" outside of launch ranges).
 
-    Kernels are the top-level operators and generated kernels within an iteration, on the thread that called it;
+    Kernels are the top-level operators and generated kernels within an iteration, on the thread that called it, and
+    on every other that began one meanwhile where the trace was taken of all on purpose (``trace.meta["all_threads"]``);
     without iterations, on every thread. A launch range of a library call stands for the operators directly in it;
     one of a generated kernel, or with no operator in it, is the kernel itself and includes about a microsecond of
     binding. Time outside of any of these is not kernel time. ``parent`` is the nesting of ``trace.ranges``, which is
     found where it is not given. ``whole_graphs``: a compiled graph without launch ranges is one kernel.
     """
+    import numpy as np
+
     from profiler_core.attribute.correlation import link
 
     nesting = link(trace).parent if parent is None else parent
@@ -46,6 +50,9 @@ def cpu_kernels(trace: Trace, *, parent: np.ndarray | None = None, whole_graphs:
     keys = [launch_of(name)[0] for name in names]
     graphs = _opaque_graphs(names, above, keys) if whole_graphs else set()
     windowed = any(name.startswith(ITERATION_PREFIX) and iteration_of(name) >= 0 for name in set(names))
+    elsewhere = [-1] * len(names)
+    if windowed and trace.meta.get("all_threads"):
+        elsewhere = windows.find(trace).of(np.full(len(names), -1), trace.ranges["start_ns"].to_numpy()).tolist()
     iteration: dict[int, int] = {}
     holder: dict[int, int] = {}  # event -> the range, graph or operator at or around it that takes the time inside it
     filled: set[int] = set()  # launch ranges with an operator directly inside
@@ -55,12 +62,14 @@ def cpu_kernels(trace: Trace, *, parent: np.ndarray | None = None, whole_graphs:
         if categories[i] in ("span", "device"):
             continue
         if names[i].startswith(ITERATION_PREFIX) and iteration_of(names[i]) >= 0:
-            iteration[i] = iteration_of(names[i])
+            iteration[i] = iteration.get(above[i], iteration_of(names[i]))  # one inside another is the user's own
             continue
         if not windowed:
             iteration[i] = 0
         elif above[i] in iteration:
             iteration[i] = iteration[above[i]]
+        elif elsewhere[i] >= 0:
+            iteration[i] = elsewhere[i]
         if i not in iteration:
             continue
         outer = holder.get(above[i], -1)

@@ -12,6 +12,7 @@ from profiler_core.trace import ITERATION_PREFIX
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
 
     from profiler_core.trace import Trace
 
@@ -72,8 +73,21 @@ def find(trace: Trace) -> Windows:
         if len(emitted):
             bounds = emitted["start_ns"].min(), emitted["end_ns"].max()
             return Windows(np.array(bounds[:1]), np.array(bounds[1:]), np.zeros(1, dtype="int64"))
+    rows = _outermost(ranges, rows)
     start, end = (ranges[name].to_numpy()[rows].tolist() for name in ("start_ns", "end_ns"))
     return _merged(start, end, number[codes[rows]].tolist() if len(rows) else [])
+
+
+def _outermost(ranges: pd.DataFrame, rows: np.ndarray) -> np.ndarray:
+    """These rows in order of start, without those inside another of them on their thread: a function may have ranges of
+    such a name of its own.
+    """
+    import numpy as np
+
+    found = ranges.iloc[rows].assign(row=rows)
+    found = found.sort_values(["start_ns", "end_ns"], ascending=[True, False], kind="stable")
+    until = found.groupby(["process", "thread"])["end_ns"].cummax().groupby([found["process"], found["thread"]]).shift()
+    return found["row"].to_numpy(np.int64)[~(found["end_ns"] <= until).to_numpy(bool)]
 
 
 def _merged(starts: list[int], ends: list[int], numbers: list[int]) -> Windows:

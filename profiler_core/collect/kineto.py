@@ -36,10 +36,13 @@ def measure(fn: Callable[[], Any], *, iterations: int, warmup: int, device: torc
     the profiler.
 
     One more call runs under a profiler that is thrown away: the first use of the profiler in a process is
-    slow. Raises :class:`ProfilerError` where ``device`` is CUDA and the trace holds no device activity, and
-    where a profiler runs already; :class:`~profiler_core.collect.conflicts.ProfilerConflict` where ``device`` is CUDA
+    slow. On the CPU the trace is of all threads. Raises :class:`ProfilerError` where ``device`` is CUDA and the trace
+    holds no device activity, and where a profiler runs already or ``fn`` uses one;
+    :class:`~profiler_core.collect.conflicts.ProfilerConflict` where ``device`` is CUDA
     and the process runs under another profiler (nsys, ncu).
     """
+    from profiler_core.attribute import windows
+
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
     if torch.autograd.profiler._is_profiler_enabled:
@@ -60,11 +63,12 @@ def measure(fn: Callable[[], Any], *, iterations: int, warmup: int, device: torc
             "profiler in this process: CUPTI_ERROR_MULTIPLE_SUBSCRIBERS) may hold the device, or the function "
             "launched nothing: end the other profiler and run again"
         )
-    if trace.iterations != iterations:
-        raise ProfilerError(
-            f"the trace holds {trace.iterations} of {iterations} iterations: too many events were dropped"
-        )
-    return replace(trace, device_type=device.type, notes=())  # what a reader would say of someone else's file
+    found = len(windows.find(trace).number)  # without ranges of such a name that the function itself has
+    if found != iterations:
+        raise ProfilerError(f"the trace holds {found} of {iterations} iterations: too many events were dropped")
+    meta = {**trace.meta, "all_threads": device.type == "cpu"}
+    # Without notes: they are what a reader would say of someone else's file.
+    return replace(trace, device_type=device.type, iterations=iterations, meta=meta, notes=())
 
 
 def kernel_time(fn: Callable[[], Any], *, iterations: int = 5, warmup: int = 2, device: torch.device) -> KernelTime:
@@ -120,12 +124,23 @@ def _profiled(fn: Callable[[], Any], iterations: int, device: torch.device) -> s
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        for i in range(iterations):
-            with _range(f"{ITERATION_PREFIX}{i}"):
-                fn()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # so that an iteration's kernels end before the next begins
+    # By default the profiler records the thread that started it, and on the CPU nothing else tells of the others.
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=device.type == "cpu")
+    own = "the function uses torch.profiler itself: profile it without"
+    try:
+        with torch.profiler.profile(activities=activities, acc_events=True, experimental_config=threads) as profiler:
+            for i in range(iterations):
+                with _range(f"{ITERATION_PREFIX}{i}"):
+                    fn()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # so that an iteration's kernels end before the next begins
+            # A profiler inside has ended this one with itself; to export what is left crashes the process.
+            if not torch.autograd.profiler._is_profiler_enabled:
+                raise ProfilerError(own)
+    except RuntimeError as error:
+        if "Can't disable Kineto profiler" in str(error):  # torch 2.11, on leaving
+            raise ProfilerError(own) from error
+        raise
     handle, path = tempfile.mkstemp(suffix=".json")
     os.close(handle)
     try:

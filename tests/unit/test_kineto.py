@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from profiler_core.attribute.cpu_kernels import cpu_kernels
+from profiler_core.attribute.engine import attribute
+from profiler_core.attribute.windows import find
 from profiler_core.collect import kineto
 from profiler_core.collect.kineto import ProfilerError, kernel_time, measure
 
@@ -98,3 +104,66 @@ def test_measuring_inside_another_profile_is_refused() -> None:
 def test_at_least_one_iteration_is_asked_for() -> None:
     with pytest.raises(ValueError, match="iterations"):
         measure(lambda: None, iterations=0, warmup=0, device=CPU)
+
+
+NESTED = """
+import torch
+from profiler_core.collect.kineto import ProfilerError, measure
+
+x, cpu = torch.ones(4, 4), torch.device("cpu")
+
+def uses_a_profiler():
+    with torch.profiler.profile():
+        return x @ x
+
+for times in (1, 2):
+    try:
+        measure(uses_a_profiler, iterations=times, warmup=1, device=cpu)
+    except ProfilerError as error:
+        print("refused:", error)
+print("afterwards:", measure(lambda: x @ x, iterations=2, warmup=0, device=cpu).iterations)
+"""
+
+
+def test_a_function_that_uses_the_profiler_itself_is_refused_and_the_process_lives_on() -> None:
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True)
+    refused = "refused: the function uses torch.profiler itself: profile it without"
+    said = [line for line in done.stdout.splitlines() if line.startswith(("refused", "afterwards"))]
+    assert (done.returncode, said) == (0, [refused, refused, "afterwards: 2"]), done.stderr
+
+
+def test_other_errors_of_the_function_pass_through_the_profiler() -> None:
+    calls: list[int] = []
+
+    def fails_when_profiled() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own") as raised:
+        measure(fails_when_profiled, iterations=1, warmup=0, device=CPU)
+    assert not isinstance(raised.value, ProfilerError)
+
+
+def test_on_the_cpu_operators_of_other_threads_count_once_and_within_their_call() -> None:
+    x = torch.ones(8, 8)
+    with ThreadPoolExecutor(1) as pool:
+        time = kernel_time(
+            lambda: (torch.tanh(x), pool.submit(lambda: torch.relu(x @ x)).result()), iterations=3, warmup=1, device=CPU
+        )
+    assert time.kernels == 3 and time.kernel_ns > 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_ranges_of_the_function_that_are_named_like_iterations_are_none(number: int) -> None:
+    x = torch.ones(8, 8)
+
+    def fn() -> None:
+        with torch.profiler.record_function(f"fxopt::iteration#{number}"):
+            torch.relu(x @ x)
+
+    trace = measure(fn, iterations=2, warmup=0, device=CPU)
+    windows = find(trace)
+    assert (trace.iterations, windows.count, windows.number.tolist()) == (2, 2, [0, 1])
+    assert cpu_kernels(trace)["iteration"].tolist() == [0, 0, 1, 1]
+    assert attribute(trace).iterations == 2

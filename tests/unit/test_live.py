@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -138,6 +140,75 @@ def test_modules_bound_methods_and_partials_are_functions_too(take, x) -> None:
         found = [take(fn, x) for fn in (model, model.forward, partial(model.forward, x=x).func, lambda y: model(y))]
     assert len({tuple(profile.nodes["node"]) for profile in found}) == 1
     assert "aten::linear" in set(found[0].nodes["node"])
+
+
+def test_work_on_other_threads_counts_and_a_note_says_so(take, x) -> None:
+    profile = take(lambda: ThreadPoolExecutor(1).submit(lambda: torch.relu(torch.tanh(x))).result())
+    assert set(profile.nodes["node"]) == {"aten::tanh", "aten::relu"} and len(profile.window) == 4
+    assert set(profile.window["iteration"]) == {0, 1} and profile.attributed_share == 1.0
+    (note,) = profile.notes
+    assert note.startswith("4 of 4 kernels ran on other threads than the caller's")
+
+
+def test_graphs_compiled_during_the_measured_calls_are_noticed(take) -> None:
+    compiled = torch.compile(lambda y: torch.relu(y) + 1, dynamic=False)
+    sizes = iter(range(2, 100))
+    profile = take(lambda: compiled(torch.ones(next(sizes), WIDTH)))
+    assert "2 graphs were compiled during the measured calls; their compilation counts as work" in profile.notes
+
+
+def test_one_profile_runs_at_a_time_and_nothing_stays_patched(take, x) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    inner, calls = compile_fx._compile_fx_inner, []
+    started, ended = threading.Event(), threading.Event()
+
+    def waits() -> torch.Tensor:
+        started.set()
+        ended.wait()
+        return torch.relu(x)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(take, waits)
+        try:
+            started.wait()
+            with pytest.raises(ProfilerError, match="another profile"):
+                take(lambda: calls.append(1))
+        finally:
+            ended.set()
+        assert first.result().iterations == 2
+    with pytest.raises(ProfilerError, match="another profile"):
+        take(lambda: take(lambda: calls.append(1)))
+    assert calls == [] and compile_fx._compile_fx_inner is inner
+    assert take(pointwise, x).iterations == 2
+
+
+def test_a_function_that_does_no_work_is_noticed(take) -> None:
+    profile = take(lambda: None)
+    assert profile.notes == ("no kernels: the function ran none during the measured calls",)
+
+
+def test_a_call_that_has_only_been_prepared_is_refused(take, x) -> None:
+    def steps() -> Iterator[torch.Tensor]:
+        yield torch.relu(x)
+
+    async def later() -> torch.Tensor:
+        return torch.relu(x)
+
+    async def later_steps() -> Any:
+        yield torch.relu(x)
+
+    for fn, what in ((steps, "generator"), (later, "coroutine"), (later_steps, "async_generator")):
+        with pytest.raises(ValueError, match=f"returned a {what}: call it through a function that runs it"):
+            take(fn)
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu"])
+def test_devices_whose_kernels_cannot_be_measured_are_refused(take, x, device) -> None:
+    with pytest.raises(ValueError, match=f"device='{device}': expected cpu or cuda"):
+        take(pointwise, x, device=device)
+    with pytest.raises(ValueError, match="device='meta'"):
+        take(pointwise, x.to("meta"))
 
 
 def test_arguments_reach_the_function_as_given(take, x) -> None:
@@ -406,6 +477,22 @@ def test_a_function_of_no_tensors_runs_on_the_cpu_unless_this_process_uses_a_gpu
     assert live._device_of((len, (3, "text"), {})) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert live._device_of((len, (), {})) == torch.device("cuda")
+
+
+class Unreadable(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise OSError("closed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["key"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_mapping_that_cannot_be_read_is_passed_over(take, x) -> None:
+    assert list(live._tensors([Unreadable(), AWAY])) == [AWAY]
+    assert take(lambda y, settings: torch.relu(y), x, Unreadable()).iterations == 2
 
 
 def test_arguments_that_contain_themselves_are_no_problem() -> None:
