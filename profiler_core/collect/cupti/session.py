@@ -5,10 +5,9 @@ function is called for each pass, and what it does must be the same each time; u
 each kernel again after restoring the memory that it wrote, which costs much more and is right for any function.
 Kernels run one after the other while counters are on, so their durations here are not those of a timed run.
 
-CUPTI writes to device memory when a pass begins, and what of that is still in L2 is written back by the first kernels.
-Where it matters (a model whose own data fit in L2), ``primed`` calls the function twice a pass and counts the second
-call, which takes twice the time: on an H200 the attention block of case_studies then wrote 12 % more than ncu saw, and
-15 % without.
+The first call of a pass finds the caches as CUPTI left them. Where that matters (a model whose data are of L2's size),
+``primed`` calls the function twice a pass and counts the second call, which takes twice the time: on an H200 the
+attention block of case_studies then wrote 12 % more to DRAM than under ncu, and 15 % without.
 """
 
 from __future__ import annotations
