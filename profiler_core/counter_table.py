@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from profiler_core.trace import SHAPE_COLUMNS
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -16,12 +18,7 @@ ROW_COLUMNS: dict[str, tuple[str, Any]] = {
     "device": ("int64", -1),
     "stream": ("int64", -1),
     "context": ("int64", -1),
-    "grid_x": ("int32", 0),
-    "grid_y": ("int32", 0),
-    "grid_z": ("int32", 0),
-    "block_x": ("int32", 0),
-    "block_y": ("int32", 0),
-    "block_z": ("int32", 0),
+    **SHAPE_COLUMNS,
 }
 
 

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from profiler_core import layers
 
 if TYPE_CHECKING:
-    from profiler_core.collect.provenance import Provenance
+    from profiler_core.collect.provenance import LaunchId, Provenance
     from profiler_core.profiles import Profile
-
-Launch = tuple[str, str]  # (graph, launch key)
 
 
 def with_layer_classes(profile: Profile, provenances: Sequence[Provenance]) -> Profile:
@@ -35,7 +33,7 @@ def with_layer_classes(profile: Profile, provenances: Sequence[Provenance]) -> P
     return replace(profile, nodes=nodes, notes=(*profile.notes, *notes))
 
 
-def twins(provenances: Sequence[Provenance]) -> dict[Launch, Launch]:
+def twins(provenances: Sequence[Provenance]) -> dict[LaunchId, LaunchId]:
     """Every launch of the graphs, with the launch whose counters stand for it."""
     return {
         (p.graph, key): (p.graph, first)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from profiler_core.collect.compile_capture import Captured
-    from profiler_core.collect.provenance import Provenance
+    from profiler_core.collect.provenance import LaunchId, Provenance
     from profiler_core.trace import Trace
 
 COUNTER_SETS = ("none", "quick", "full")
@@ -28,8 +28,6 @@ REPLAYS = ("auto", "application", "kernel")
 _COVERED = 0.99
 
 _running = Lock()
-
-Launch = tuple[str, str]  # (graph, launch key)
 
 
 @contextmanager
@@ -277,8 +275,6 @@ def _with_cupti(
     from profiler_core.collect.cupti import session
 
     provenances = [p for _, p in graphs]
-    twins = {} if asked.deduplicate is False else layer_classes.twins(provenances)
-    chosen = set(twins.values())
     window = result.window
     launched, ranged = window["launch"] != "", window["method"].isin(("correlation", "enclosure"))
     covered = window.loc[launched, "duration_ns"].sum() >= _COVERED * result.total_ns
@@ -297,7 +293,9 @@ def _with_cupti(
                 same, reason = session.repeatable(call, state)
             replay = "application" if same else "kernel"
         wanted = asked.deduplicate or (asked.deduplicate is None and replay == "kernel" and covered)
-        partly = len(chosen) < len(twins) and wanted and not replayed
+        twins = layer_classes.twins(provenances) if wanted and not replayed else {}
+        chosen = set(twins.values())
+        partly = len(chosen) < len(twins)
         ours = _of_one_call(result, chosen if partly else None)
         gate = None
         with ExitStack() as stack:
@@ -334,13 +332,13 @@ def inductor_ranges(graph: Any, provenance: Provenance, gate: Any) -> Any:
     return inductor.instrumented(graph, provenance, tag=provenance.graph, ranges=gate.range)
 
 
-def _wanted(chosen: Collection[Launch]) -> Callable[[str], bool]:
+def _wanted(chosen: Collection[LaunchId]) -> Callable[[str], bool]:
     from profiler_core.range_names import launch_of
 
     return lambda name: launch_of(name)[::-1] in chosen
 
 
-def _of_one_call(result: Profile, chosen: Collection[Launch] | None) -> int:
+def _of_one_call(result: Profile, chosen: Collection[LaunchId] | None) -> int:
     """How many kernels the first measured call ran: all, or those of some launches."""
     rows = result.window
     rows = rows[(rows["kind"] == "kernel") & (rows["iteration"] == rows["iteration"].min())]

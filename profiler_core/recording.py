@@ -46,6 +46,7 @@ def record(
     :class:`~profiler_core.collect.nsys_command.NsysError`, with the tool's last lines and the remedy.
     """
     from profiler_core import counters as known
+    from profiler_core.attribute.counter_join import with_counters
     from profiler_core.collect import ncu_command, nsys_command, torch_trace
     from profiler_core.collect.provenance import ProvenanceFormatError
     from profiler_core.counter_table import CounterError
@@ -90,8 +91,10 @@ def record(
             name = chip or _chip(profile)
             if metrics := known.metric_names(name, keys):  # none: nsys has the launch's own
                 command = _with(argv, {**settings, ACTIVE: "kernels"})
-                ncu_command.run(command, metrics, table, replay=replay, profile_from_start=not marked, timeout=timeout)
-                profile = load(*files, table, chip=name)
+                counted = ncu_command.run(
+                    command, metrics, table, replay=replay, profile_from_start=not marked, timeout=timeout
+                )
+                profile = with_counters(profile, [counted], name)
         except (CounterError, known.UnknownChip) as error:
             notes.append(f"no hardware counters: {error}")
     return replace(profile, notes=(*profile.notes, *notes))

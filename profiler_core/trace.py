@@ -14,6 +14,10 @@ RANGE_PREFIX = "fxopt::"
 LONGEST_NS = 2**53  # 104 days: anything longer is damage, and a thousand of them overflow a total
 COMPILED_GRAPH_PREFIX = "## Call CompiledFxGraph"  # the annotation that Inductor puts around a compiled graph
 
+# Sizes of a launch, 0 where not known.
+SHAPE_COLUMNS: dict[str, tuple[str, Any]] = {
+    f"{part}_{axis}": ("int32", 0) for part in ("grid", "block") for axis in "xyz"
+}
 # Column -> (dtype, what stands there where the source does not say). -1 and 0 are used rather than NaN so that a
 # million rows stay integers; 0 is no correlation id, no external id and no graph node in every tool read here.
 KERNEL_COLUMNS: dict[str, tuple[str, Any]] = {
@@ -28,12 +32,7 @@ KERNEL_COLUMNS: dict[str, tuple[str, Any]] = {
     "external_id": ("int64", 0),
     "graph": ("int64", 0),  # id of the (executable) CUDA graph that launched it
     "graph_node": ("int64", 0),
-    "grid_x": ("int32", 0),
-    "grid_y": ("int32", 0),
-    "grid_z": ("int32", 0),
-    "block_x": ("int32", 0),
-    "block_y": ("int32", 0),
-    "block_z": ("int32", 0),
+    **SHAPE_COLUMNS,
     "registers": ("int32", -1),  # per thread
     "shared_static": ("int64", -1),  # bytes per block
     "shared_dynamic": ("int64", -1),  # bytes per block; where only the sum is known, the sum

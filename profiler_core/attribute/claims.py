@@ -27,6 +27,20 @@ class Claims:
     table: list[tuple[int, str, str]]
 
 
+class _Table:
+    """Claims, each once: thousands of kernels make the same."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, str]] = []
+        self._places: dict[tuple[int, Claim], int] = {}
+
+    def place(self, graph: int, claim: Claim) -> int:
+        place = self._places.setdefault((graph, claim), len(self.rows))
+        if place == len(self.rows):
+            self.rows.append((graph if claim.launch else -1, claim.launch, claim.reason))
+        return place
+
+
 def same_code(a: Provenance, b: Provenance) -> bool:
     """Whether two compiles have the same launches of the same nodes, which were written in the same places."""
     return (a.cache_key, a.launches, a.nodes) == (b.cache_key, b.launches, b.nodes)
@@ -80,7 +94,7 @@ def by_range(rows: Rows, graphs: Graphs, call_graph: dict[int, int]) -> Claims:
     ranges = rows.ranges
     launch = ranges.at(ranges.launch, rows.range)
     index = np.full(len(rows), -1, dtype="int64")
-    table: list[tuple[int, str, str]] = []
+    table = _Table()
     seen: dict[tuple[int, int], int] = {}
     held = np.flatnonzero(launch >= 0)
     codes = ranges.codes[launch[held]]
@@ -96,10 +110,9 @@ def by_range(rows: Rows, graphs: Graphs, call_graph: dict[int, int]) -> Claims:
                 reason = f"launch {key} is in a graph whose provenance is not known" + (f" ({tag})" if tag else "")
             elif key not in graphs.launches[graph]:
                 reason = f"launch {key} is not in this graph's provenance"
-            place = seen[code, graph_of_call] = len(table)
-            table.append((graph if not reason else -1, "" if reason else key, reason))
+            place = seen[code, graph_of_call] = table.place(graph, Claim("" if reason else key, reason))
         index[i] = place
-    return Claims(index, table)
+    return Claims(index, table.rows)
 
 
 def by_names(
@@ -130,8 +143,7 @@ def by_names(
     order = np.lexsort((start[top], instance))
     top, instance = top[order], instance[order]
     claimed = np.full(count + 1, -1, dtype="int64")
-    table: list[tuple[int, str, str]] = []
-    places: dict[tuple[int, Claim], int] = {}
+    table = _Table()
     call_graph: dict[int, int] = {}
     known: dict[tuple[str, tuple[str, ...]], tuple[int, list[Claim]]] = {}
     calls = np.split(top, np.flatnonzero(np.diff(instance)) + 1) if len(top) else []
@@ -150,10 +162,8 @@ def by_names(
             call_graph[around] = graph
         for row, claim in zip(members.tolist(), claims, strict=True):
             if claim.reason:
-                claimed[row] = places.setdefault((graph, claim), len(table))
-                if claimed[row] == len(table):
-                    table.append((graph if claim.launch else -1, claim.launch, claim.reason))
-    return Claims(claimed[ranges.at(ranges.top_operator, rows.range)], table), call_graph
+                claimed[row] = table.place(graph, claim)
+    return Claims(claimed[ranges.at(ranges.top_operator, rows.range)], table.rows), call_graph
 
 
 def graph_of_calls(rows: Rows, graphs: Graphs, call_graph: dict[int, int]) -> None:
@@ -171,12 +181,11 @@ def by_replay(rows: Rows, graphs: Graphs, call_graph: dict[int, int]) -> Claims:
     import numpy as np
 
     index = np.full(len(rows), -1, dtype="int64")
-    table: list[tuple[int, str, str]] = []
-    places: dict[tuple[int, Claim], int] = {}
+    table = _Table()
     known: dict[tuple[int, tuple[str, ...]], tuple[int, list[Claim]]] = {}
     members = np.flatnonzero(rows.replay & (rows.call >= 0))
     if not len(members) or not graphs.all:
-        return Claims(index, table)
+        return Claims(index, table.rows)
     members = members[np.argsort(rows.call[members], kind="stable")]  # kernels are in order of start already
     device, stream = rows.kernels["device"].to_numpy(), rows.kernels["stream"].to_numpy()
     kernel_names = rows.kernels["name"].to_numpy()
@@ -193,7 +202,5 @@ def by_replay(rows: Rows, graphs: Graphs, call_graph: dict[int, int]) -> Claims:
                 known[graph, names] = number, found or [Claim("", "replayed from a graph of unknown code")] * len(names)
             graph, claims = known[graph, names]
         for i, claim in zip(run.tolist(), claims, strict=True):
-            index[i] = places.setdefault((graph, claim), len(table))
-            if index[i] == len(table):
-                table.append((graph if claim.launch else -1, claim.launch, claim.reason))
-    return Claims(index, table)
+            index[i] = table.place(graph, claim)
+    return Claims(index, table.rows)

@@ -10,26 +10,23 @@ from profiler_core import counters
 from profiler_core.attribute.call_order import match
 from profiler_core.grouping import with_node_counters
 from profiler_core.profiles import KERNEL_COLUMNS
+from profiler_core.trace import SHAPE_COLUMNS
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
+    from profiler_core.collect.provenance import LaunchId
     from profiler_core.counter_table import CounterTable
     from profiler_core.profiles import Profile
-
-_SHAPES = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
 
 # Rows without names are matched by number alone, so their times must look like the kernels' own. Two runs of one
 # kernel at the same clocks differ by a few per cent; at a tenth of all kernels something else may have happened.
 _TIME_FACTOR, _TIME_SHARE, _TIMED_NS = 3.0, 0.9, 3_000
 
 
-Launch = tuple[str, str]  # (graph, launch key)
-
-
 def with_counters(
-    profile: Profile, tables: Sequence[CounterTable], chip: str, *, only: Collection[Launch] | None = None
+    profile: Profile, tables: Sequence[CounterTable], chip: str, *, only: Collection[LaunchId] | None = None
 ) -> Profile:
     """The profile with a column per counter in ``kernels`` and ``nodes``, and a column ``counters`` that says
     "measured" or "" for each kernel.
@@ -79,7 +76,7 @@ def with_counters(
     return replace(joined, nodes=with_node_counters(joined))
 
 
-def carried(profile: Profile, twins: Mapping[Launch, Launch]) -> Profile:
+def carried(profile: Profile, twins: Mapping[LaunchId, LaunchId]) -> Profile:
     """The profile with the counters of each launch in ``twins`` taken from the launch that it maps to, where it has
     none of its own; its kernels say "carried" in the column ``counters``.
 
@@ -94,8 +91,8 @@ def carried(profile: Profile, twins: Mapping[Launch, Launch]) -> Profile:
         rows.setdefault((i, graph, launch), []).append(row)
     target: list[int] = []
     source: list[int] = []
-    refused: set[Launch] = set()
-    unmeasured: set[Launch] = set()
+    refused: set[LaunchId] = set()
+    unmeasured: set[LaunchId] = set()
     measured = kernels["counters"] == "measured"
     for (i, graph, launch), mine in rows.items():
         twin = twins.get((graph, launch))
@@ -132,7 +129,7 @@ def _processes(table: CounterTable) -> list[tuple[int, np.ndarray]]:
 
 
 def _match(
-    kernels: pd.DataFrame, table: CounterTable, rows: np.ndarray, only: Collection[Launch] | None
+    kernels: pd.DataFrame, table: CounterTable, rows: np.ndarray, only: Collection[LaunchId] | None
 ) -> tuple[np.ndarray, list[str]]:
     """Per kernel of the frame its row in the table or -1, and what could not be matched."""
     import numpy as np
@@ -183,7 +180,7 @@ def _aligned(
         chosen["name"].tolist(),
         there["name"].tolist(),
         kernel_shapes=shapes.reshape(-1, 6),
-        counter_shapes=there[[*_SHAPES]].to_numpy(),
+        counter_shapes=there[[*SHAPE_COLUMNS]].to_numpy(),
     )
     return found.index, list(found.notes)
 

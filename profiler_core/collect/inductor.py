@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from profiler_core.collect.assemble import assemble, launched, locations, module_path, user_frame
+from profiler_core.collect.kineto import profiler_range
 from profiler_core.collect.provenance import (
     Launch,
     NodeInfo,
@@ -190,7 +191,7 @@ def instrumented(
     with _swap_lock:
         before = [(function, function.__code__, function.__globals__.get(RANGE_GLOBAL)) for _, function in functions]
         for rewritten, function in functions:
-            function.__globals__[RANGE_GLOBAL] = ranges or _range
+            function.__globals__[RANGE_GLOBAL] = ranges or profiler_range
             function.__code__ = rewritten.code
     try:
         yield note
@@ -202,11 +203,6 @@ def instrumented(
                     function.__globals__.pop(RANGE_GLOBAL, None)
                 else:
                     function.__globals__[RANGE_GLOBAL] = outer
-
-
-def _range(name: str) -> Any:
-    fast = getattr(torch._C._profiler, "_RecordFunctionFast", None)
-    return torch.profiler.record_function(name) if fast is None else fast(name)
 
 
 def _live_functions(

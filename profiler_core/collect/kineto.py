@@ -130,7 +130,7 @@ def _profiled(fn: Callable[[], Any], iterations: int, device: torch.device) -> s
     try:
         with torch.profiler.profile(activities=activities, acc_events=True, experimental_config=threads) as profiler:
             for i in range(iterations):
-                with _range(f"{ITERATION_PREFIX}{i}"):
+                with profiler_range(f"{ITERATION_PREFIX}{i}"):
                     fn()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # so that an iteration's kernels end before the next begins
@@ -151,8 +151,9 @@ def _profiled(fn: Callable[[], Any], iterations: int, device: torch.device) -> s
         os.unlink(path)
 
 
-def _range(name: str) -> Any:
-    # As an operator, not as an annotation: annotations are projected onto the device as if they were
-    # activity there.
+def profiler_range(name: str) -> Any:
+    """A context manager that the profiler sees as an operator, not as an annotation: annotations are projected onto the
+    device as if they were activity there.
+    """
     fast = getattr(torch._C._profiler, "_RecordFunctionFast", None)
     return torch.profiler.record_function(name) if fast is None else fast(name)

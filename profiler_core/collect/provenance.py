@@ -9,6 +9,10 @@ from typing import Any
 SCHEMA_VERSION = 1
 
 
+LaunchId = tuple[str, str]
+"""(graph, ``kernel:handle``): a launch among those of several graphs."""
+
+
 class ProvenanceMissing(RuntimeError):
     """The mapping from kernels to FX nodes is not available: recompile with Inductor's caches off."""
 
