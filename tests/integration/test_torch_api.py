@@ -46,7 +46,8 @@ def test_a_copied_graph_keeps_its_static_inputs_and_shares_no_node():
     def body(gm, inputs):
         copied = dynamo.copy_graph(gm)
         assert not set(copied.graph.nodes) & set(gm.graph.nodes)
-        with dynamo.isolated(keep_guards=False) as scope:
+        # AOTAutograd says what is static only where it traces the graph itself, not where its cache serves the code.
+        with dynamo.isolated(keep_guards=False) as scope, inductor._autograd_cache(enabled=False):
             inductor.compile_fx(copied, inputs)
         return scope.context.fw_metadata.static_input_indices, dynamo.static_inputs(gm, inputs)
 
@@ -61,7 +62,11 @@ def test_deepcopy_alone_would_lose_them():
 
     def body(gm, inputs):
         copied = copy.deepcopy(gm)
-        with dynamo.isolated(keep_guards=False) as scope, contextlib.suppress(AssertionError):
+        with (
+            dynamo.isolated(keep_guards=False) as scope,
+            inductor._autograd_cache(enabled=False),
+            contextlib.suppress(AssertionError),
+        ):
             inductor.compile_fx(copied, inputs)
             return scope.context.fw_metadata.static_input_indices
         return []
