@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 import fxopt
+from fxopt import rules
 from fxopt.registry import Pass
 from fxopt.torch_api import inductor
 from profiler_core.clocks import driver_version
@@ -121,6 +122,7 @@ def key_parts(
         "inductor": {key: _spell(value) for key, value in sorted(patches.items())},
         "inductor_config": inductor.config_fingerprint(),
         "passes": [[p.name, p.fingerprint()] for p in passes],
+        "rules": rules.fingerprint(),
         "session": session,
         "weights": weights,
     }

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 
 __all__ = ["Axis", "Confidence", "Evidence", "Label", "LabelError", "Scope", "Source"]
 
-Scope = Literal["graph", "group"]
+Scope = Literal["graph", "group", "kernel"]
 Confidence = Literal["high", "medium", "low"]
 Source = Literal["measured", "modelled", "ceiling"]
 
@@ -20,12 +20,22 @@ class LabelError(ValueError):
 
 
 class Axis(str, Enum):
-    """What can limit a graph or a group."""
+    """What can limit a graph, a group of fused nodes, or a kernel outside of every compiled graph."""
 
-    LAUNCH_BOUND = "launch_bound"
-    MEMORY_BOUND = "memory_bound"
-    COMPUTE_BOUND = "compute_bound"
-    TENSOR_CORE_IDLE = "tensor_core_idle"
+    LAUNCH_BOUND = "launch_bound"  # the device waits for launches
+    MEMORY_BOUND = "memory_bound"  # device memory's bandwidth
+    L2_BOUND = "l2_bound"  # L2's bandwidth
+    COMPUTE_BOUND = "compute_bound"  # arithmetic units or tensor cores
+    TENSOR_CORE_IDLE = "tensor_core_idle"  # a matrix product that tensor cores could run, and do not
+    LATENCY_BOUND = "latency_bound"  # warps wait, and no unit is busy
+    OCCUPANCY_LIMITED = "occupancy_limited"  # too few warps fit on an SM; the sentence says for want of what
+    WAVE_STARVED = "wave_starved"  # too few blocks for the SMs, or a last wave that leaves most of them idle
+    REGISTER_SPILL = "register_spill"  # traffic to local memory
+    DIVERGENT = "divergent"  # threads of a warp go different ways
+    LAYOUT_CONVERSION = "layout_conversion"  # data only change their places
+    CAST_TRAFFIC = "cast_traffic"  # data only change their type
+    EXCESS_TRAFFIC = "excess_traffic"  # more bytes than the operators have to move
+    OPAQUE_LIBRARY = "opaque_library"  # a library's black box
 
 
 @dataclass(frozen=True)
@@ -84,13 +94,14 @@ class Label:
 
     Args:
         axis: what limits.
-        scope: the whole graph, or one launch's group of nodes.
+        scope: the whole graph, one launch's group of nodes, or a kernel outside of every compiled graph.
         nodes: FX nodes concerned; empty for a graph.
-        launch: key "kernel:handle" of the launch, "" for a graph.
+        launch: key "kernel:handle" of the launch, the name of a kernel outside, "" for a graph.
         evidence: what it rests on.
         confidence: how far to trust it.
         headroom_ns: time per call that removing the limit could save at most, never negative.
         why: one sentence.
+        reference: source of the rule that gave it.
     """
 
     axis: Axis
@@ -101,6 +112,7 @@ class Label:
     confidence: Confidence
     headroom_ns: float
     why: str
+    reference: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.headroom_ns) and self.headroom_ns >= 0):
@@ -117,6 +129,7 @@ class Label:
             "confidence": self.confidence,
             "headroom_ns": self.headroom_ns,
             "why": self.why,
+            "reference": self.reference,
         }
 
     @classmethod
@@ -139,6 +152,7 @@ class Label:
                 confidence=cast(Confidence, _choice(data, "confidence", get_args(Confidence), "label")),
                 headroom_ns=_number(data, "headroom_ns", "label"),
                 why=_field(data, "why", (str,), "label"),
+                reference=_field(data, "reference", (str,), "label") if "reference" in data else "",
             )
         except LabelError:
             raise

@@ -1,29 +1,36 @@
-"""What rules read: numbers about the graph and each fused group, with units and where they come from."""
+"""What rules read: numbers about the graph, each fused group and each kernel outside of the graphs, with units and
+where they come from; and facts that are no numbers.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxopt.labels import Source
+from profiler_core import counters
 from profiler_core.cost import is_matrix_product
 
 if TYPE_CHECKING:
     from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
-__all__ = ["Metric", "graph_metrics", "group_metrics"]
+__all__ = ["DERIVED", "GraphTimes", "Metric", "Subject", "graph_metrics", "lacked", "subjects"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number about a graph or a group, with its unit and where it comes from."""
+    """A number about a graph, a group or a kernel, with its unit and where it comes from."""
 
     value: float
     unit: str
     source: Source
+
+
+Subject = tuple[dict[str, Metric], dict[str, Any]]
+"""Metrics by name, where one that cannot be had is absent, and facts."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +42,122 @@ class GraphTimes:
     environment: Mapping[str, Any]
 
 
-def _device_type(profile: Profile | GraphTimes) -> str:
-    return str(profile.environment.get("device_type") or "cpu").split(":")[0]
+@dataclass(frozen=True)
+class Derived:
+    """A metric made of others: ``compute`` gets the values of ``needs`` in their order."""
+
+    name: str
+    unit: str
+    needs: tuple[str, ...]
+    compute: Callable[..., float]
 
 
-def _known(value: Any) -> bool:
-    return value is not None and isinstance(value, (int, float)) and math.isfinite(value)
+def _share_left(time: float, unit: float, *others: float) -> float:
+    """Time saved if ``unit`` took no time: the next busiest one then limits."""
+    return time * (1 - max(others) / unit) if unit > 0 else 0.0
 
 
-def graph_metrics(profile: Profile | GraphTimes) -> tuple[dict[str, Metric], dict[str, Any]]:
-    """Metrics (wall_ns, kernel_ns, launch_gap) and facts of the graph; one that cannot be had is absent."""
+def _grid_efficiency(blocks: float, sms: float, waves: float) -> float:
+    """The share of the device that the grid keeps busy: SMs that have a block, or waves of the whole ones it takes."""
+    return min(1.0, blocks / sms) if waves <= 1 else waves / math.ceil(waves - 1e-9)
+
+
+# Later rows may use earlier ones.
+DERIVED: tuple[Derived, ...] = (
+    Derived("launch_gap", "1", ("wall_ns", "kernel_ns"), lambda w, k: 1 - k / w),
+    # -- modelled work against measured ceilings: the roofline
+    Derived("bandwidth", "byte/s", ("bytes", "time_ns"), lambda b, t: b / t * 1e9),
+    Derived("flop_rate", "FLOP/s", ("flops", "time_ns"), lambda f, t: f / t * 1e9),
+    Derived("bandwidth_fraction", "1", ("bandwidth", "copy_ceiling"), lambda b, c: b / c),
+    Derived("flop_fraction", "1", ("flop_rate", "flop_ceiling"), lambda f, c: f / c),
+    Derived("intensity", "FLOP/byte", ("flops", "bytes"), lambda f, b: f / b),
+    Derived("ridge", "FLOP/byte", ("flop_ceiling", "copy_ceiling"), lambda f, c: f / c),
+    Derived("memory_floor_ns", "ns", ("bytes", "copy_ceiling"), lambda b, c: b / c * 1e9),
+    Derived("compute_floor_ns", "ns", ("flops", "flop_ceiling"), lambda f, c: f / c * 1e9),
+    Derived("roofline_ns", "ns", ("memory_floor_ns", "compute_floor_ns"), max),
+    Derived("roofline_fraction", "1", ("roofline_ns", "time_ns"), lambda r, t: r / t),
+    Derived(
+        "narrow_floor_ns",
+        "ns",
+        ("memory_floor_ns", "flops", "narrow_ceiling"),
+        lambda m, f, c: max(m, f / c * 1e9),
+    ),
+    Derived(  # of a product without work there is none
+        "time_over_floor",
+        "1",
+        ("time_ns", "narrow_floor_ns", "flops"),
+        lambda t, m, f: t / m if f else math.nan,
+    ),
+    Derived("rate_ratio", "1", ("narrow_ceiling", "flop_ceiling"), lambda n, f: n / f),
+    # -- counters: how busy each unit of the device is
+    Derived("arithmetic", "%", ("sm_throughput", "tensor_active"), max),
+    Derived("busiest", "%", ("dram_throughput", "l2_throughput", "arithmetic"), max),
+    Derived("dram_bytes", "byte", ("dram_read_bytes", "dram_write_bytes"), lambda r, w: r + w),
+    Derived("excess_bytes", "byte", ("dram_bytes", "bytes"), lambda d, b: d - b),
+    Derived("traffic_ratio", "1", ("dram_bytes", "bytes"), lambda d, b: d / b),
+    # A load from local memory by a whole warp is 32 threads times 4 bytes; wider ones make the share an underestimate.
+    Derived("spill_share", "1", ("local_load_bytes", "instructions"), lambda b, n: b / 128 / n if n else 0.0),
+    # Instructions issued per cycle that elapsed, over those per cycle in which an SM had warps: the share of SMs at
+    # work. An upper bound, for another pipe than the issue slots may be the busiest.
+    Derived("sm_active", "1", ("sm_throughput", "issue_active"), lambda s, i: min(1.0, s / i) if i else math.nan),
+    # -- the launch
+    Derived("grid_efficiency", "1", ("blocks", "sm_count", "waves_per_sm"), _grid_efficiency),
+    Derived(
+        "occupancy_reached",
+        "1",
+        ("achieved_occupancy", "theoretical_occupancy"),
+        lambda a, t: a / t if t else 1.0,
+    ),
+    # -- what removing a limit could save at most
+    Derived("save_launch_ns", "ns", ("wall_ns", "kernel_ns"), lambda w, k: w - k),
+    Derived("save_memory_ns", "ns", ("time_ns", "dram_throughput", "l2_throughput", "arithmetic"), _share_left),
+    Derived("save_l2_ns", "ns", ("time_ns", "l2_throughput", "dram_throughput", "arithmetic"), _share_left),
+    Derived("save_compute_ns", "ns", ("time_ns", "arithmetic", "dram_throughput", "l2_throughput"), _share_left),
+    Derived("save_memory_modelled_ns", "ns", ("time_ns", "compute_floor_ns"), lambda t, c: t - c),
+    Derived("save_compute_modelled_ns", "ns", ("time_ns", "memory_floor_ns"), lambda t, m: t - m),
+    Derived("save_narrow_ns", "ns", ("time_ns", "narrow_floor_ns"), lambda t, f: t - f),
+    Derived("save_narrow_unmodelled_ns", "ns", ("time_ns", "rate_ratio"), lambda t, r: t * (1 - 1 / r)),
+    Derived("save_latency_ns", "ns", ("time_ns", "busiest"), lambda t, b: t * (1 - b / 100)),
+    Derived("save_latency_modelled_ns", "ns", ("time_ns", "roofline_ns"), lambda t, r: t - r),
+    Derived(
+        "save_occupancy_ns",
+        "ns",
+        ("time_ns", "busiest", "theoretical_occupancy"),
+        lambda t, b, o: t * (1 - max(b, o) / 100),
+    ),
+    Derived(
+        "save_occupancy_modelled_ns",
+        "ns",
+        ("time_ns", "roofline_ns", "theoretical_occupancy"),
+        lambda t, r, o: t - max(r, t * o / 100),
+    ),
+    Derived("save_idle_sms_ns", "ns", ("time_ns", "sm_active"), lambda t, a: t * (1 - a)),
+    Derived("save_waves_ns", "ns", ("time_ns", "grid_efficiency"), lambda t, e: t * (1 - e)),
+    # For each load there was a store, of which no counter is read.
+    Derived("save_spill_ns", "ns", ("time_ns", "spill_share"), lambda t, s: t * min(1.0, 2 * s)),
+    Derived("save_divergence_ns", "ns", ("time_ns", "threads_per_instruction"), lambda t, n: t * (1 - n / 32)),
+    Derived(
+        "save_excess_ns",
+        "ns",
+        ("time_ns", "excess_bytes", "copy_ceiling"),
+        lambda t, e, c: min(t, e / c * 1e9),
+    ),
+    Derived("excess_share", "1", ("save_excess_ns", "time_ns"), lambda s, t: s / t),
+)
+
+_CERTAINTY: tuple[Source, ...] = ("modelled", "ceiling", "measured")  # the least certain first
+_COUNTER_UNITS = {counter.key: counter.unit for counter in counters.COUNTERS}
+
+
+def graph_metrics(profile: Profile | GraphTimes) -> Subject:
+    """Metrics (wall_ns, kernel_ns, launch_gap) and facts of the graph."""
     device = _device_type(profile)
     metrics = {
         name: Metric(float(value), "ns", "measured")
         for name, value in (("wall_ns", profile.wall_ns), ("kernel_ns", profile.kernel_ns))
         if _known(value) and value > 0
     }
-    if len(metrics) == 2:
-        gap = 1 - metrics["kernel_ns"].value / metrics["wall_ns"].value
-        metrics["launch_gap"] = Metric(gap, "1", "measured")
+    _derive(metrics)
     gap_is = (
         "the device waits for the next launch"
         if device == "cuda"
@@ -62,108 +166,117 @@ def graph_metrics(profile: Profile | GraphTimes) -> tuple[dict[str, Metric], dic
     return metrics, {"scope": "graph", "device": device, "nodes": (), "launch": "", "gap_is": gap_is}
 
 
-def group_metrics(
-    row: Mapping[Any, Any], profile: Profile, ceilings: Ceilings
-) -> tuple[dict[str, Metric], dict[str, Any]]:
-    """Metrics and facts of one row of ``Profile.groups()``; a metric that cannot be had is absent."""
-    facts = _group_facts(row, profile, ceilings)
+def subjects(profile: Profile, ceilings: Ceilings) -> Iterator[Subject]:
+    """What group rules look at: each launch of compiled code, then each kernel outside of it by operator and name."""
+    records = _Records(profile)
+    for row in profile.groups().to_dict("records"):
+        yield _subject(row, records.launch(row["graph"], row["launch"]), profile, ceilings)
+    for outside in records.outside():
+        yield _subject(outside, outside, profile, ceilings)
+
+
+def _subject(row: Mapping[Any, Any], record: Mapping[str, Any], profile: Profile, ceilings: Ceilings) -> Subject:
+    facts = _facts(row, record, profile, ceilings)
     given: list[tuple[str, Any, str, Source]] = [
         ("time_ns", row["time_ns"], "ns", "measured"),
-        ("flops", row["flops"], "FLOP", "modelled"),
-        ("bytes", row["bytes"], "byte", "modelled"),
+        ("flops", row.get("flops"), "FLOP", "modelled"),
+        ("bytes", row.get("bytes"), "byte", "modelled"),
         ("copy_ceiling", ceilings.copy_bytes_per_s, "byte/s", "ceiling"),
         ("flop_ceiling", ceilings.flops_per_s.get(facts["compute_dtype"]), "FLOP/s", "ceiling"),
         ("narrow_ceiling", ceilings.flops_per_s.get("bfloat16"), "FLOP/s", "ceiling"),
         ("last_level_cache_bytes", ceilings.environment.get("last_level_cache_bytes"), "byte", "ceiling"),
         ("dtype_bits", _BITS.get(facts["compute_dtype"]), "bit", "modelled"),
+        # Of the launch record: they are what was launched, or follow from it by the rules of the hardware.
+        ("theoretical_occupancy", record.get("theoretical_occupancy"), "%", "modelled"),
+        ("waves_per_sm", record.get("waves_per_sm"), "wave", "modelled"),
+        ("registers", record.get("registers"), "register", "measured"),
+        ("shared_memory", record.get("shared_memory"), "byte", "measured"),
+        ("blocks", record.get("blocks"), "block", "measured"),
+        ("threads_per_block", record.get("threads_per_block"), "thread", "measured"),
+        ("sm_count", profile.environment.get("sm_count"), "SM", "measured"),
+        ("opaque_share", record.get("opaque_share"), "1", "measured"),
+        ("layout_share", _layout_share(facts, record), "1", "modelled"),
+        ("cast_share", facts["casts"], "1", "modelled"),
     ]
+    named = {name for name, *_ in given}
+    given += [(key, row.get(key), unit, "measured") for key, unit in _COUNTER_UNITS.items() if key not in named]
     metrics = {name: Metric(float(v), unit, source) for name, v, unit, source in given if _known(v)}
     # A launch that never ran in the window, or that moves nothing, has no rates.
     for name in ("time_ns", "bytes", "copy_ceiling"):
         if name in metrics and metrics[name].value <= 0:
             del metrics[name]
-    facts["cached"] = ""
-    value = {name: metric.value for name, metric in metrics.items()}
-    if value.get("bytes", math.inf) <= value.get("last_level_cache_bytes", 0):
-        facts["cached"] = ", though they fit in the last-level cache and need not come from memory"
-    derived: dict[str, tuple[Callable[[], float], str, tuple[str, ...]]] = {
-        "bandwidth": (lambda: value["bytes"] / value["time_ns"] * 1e9, "byte/s", ("bytes", "time_ns")),
-        "flop_rate": (lambda: value["flops"] / value["time_ns"] * 1e9, "FLOP/s", ("flops", "time_ns")),
-        "bandwidth_fraction": (
-            lambda: value["bandwidth"] / value["copy_ceiling"],
-            "1",
-            ("bandwidth", "copy_ceiling"),
-        ),
-        "flop_fraction": (
-            lambda: value["flop_rate"] / value["flop_ceiling"],
-            "1",
-            ("flop_rate", "flop_ceiling"),
-        ),
-        "intensity": (lambda: value["flops"] / value["bytes"], "FLOP/byte", ("flops", "bytes")),
-        "ridge": (
-            lambda: value["flop_ceiling"] / value["copy_ceiling"],
-            "FLOP/byte",
-            ("flop_ceiling", "copy_ceiling"),
-        ),
-        "memory_floor_ns": (
-            lambda: value["bytes"] / value["copy_ceiling"] * 1e9,
-            "ns",
-            ("bytes", "copy_ceiling"),
-        ),
-        "roofline_ns": (
-            lambda: max(value["memory_floor_ns"], value["flops"] / value["flop_ceiling"] * 1e9),
-            "ns",
-            ("memory_floor_ns", "flops", "flop_ceiling"),
-        ),
-        "narrow_floor_ns": (
-            lambda: max(value["memory_floor_ns"], value["flops"] / value["narrow_ceiling"] * 1e9),
-            "ns",
-            ("memory_floor_ns", "flops", "narrow_ceiling"),
-        ),
-        "time_over_floor": (
-            lambda: value["time_ns"] / value["narrow_floor_ns"],
-            "1",
-            ("time_ns", "narrow_floor_ns"),
-        ),
-        "rate_ratio": (
-            lambda: value["narrow_ceiling"] / value["flop_ceiling"],
-            "1",
-            ("narrow_ceiling", "flop_ceiling"),
-        ),
-    }
-    for name, (compute, unit, needs) in derived.items():
-        if all(need in value for need in needs):
-            value[name] = compute()
-            sources = {metrics[need].source for need in needs}
-            source: Source = "modelled" if "modelled" in sources else "ceiling"
-            metrics[name] = Metric(value[name], unit, source)
+    _derive(metrics)
+    size, cache = metrics.get("bytes"), metrics.get("last_level_cache_bytes")
+    fits = size is not None and cache is not None and size.value <= cache.value
+    facts["cached"] = ", though they fit in the last-level cache and need not come from memory" if fits else ""
     return metrics, facts
 
 
+def _derive(metrics: dict[str, Metric]) -> None:
+    """Adds what can be computed; its source is the least certain of what it is made of."""
+    for item in DERIVED:
+        if item.name in metrics or not all(need in metrics for need in item.needs):
+            continue
+        value = float(item.compute(*(metrics[need].value for need in item.needs)))
+        if math.isfinite(value):
+            source = min((metrics[need].source for need in item.needs), key=_CERTAINTY.index)
+            metrics[item.name] = Metric(value, item.unit, source)
+
+
+def lacked(names: Sequence[str], known: Container[str]) -> list[str]:
+    """What has to be measured or modelled for the metrics ``names``, of which all are missing: none of it is derived
+    (or it is, and cannot be computed for these values).
+    """
+    needs = {item.name: item.needs for item in DERIVED}
+    found: dict[str, None] = {}
+    for name in names:
+        below = [need for need in needs.get(name, ()) if need not in known]
+        found.update(dict.fromkeys(lacked(below, known) if below else [name]))
+    return list(found)
+
+
+# --- facts -------------------------------------------------------------------------------------------------
+
 _NO_UNITS = ("int", "uint", "bool", "bfloat16", "float16", "float8")
 _BITS = {"float32": 32, "tf32": 19, "bfloat16": 16, "float16": 16, "float64": 64}
+_PRECISIONS = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+# Families of kernels whose work is known from the operator, whoever wrote them, or which are no library's.
+_KNOWN_WORK = frozenset(
+    {"gemm", "gemv", "blas", "convolution", "attention", "pointwise", "reduction", "layout", "memcpy", "memset"}
+    | {"custom", "operator"}
+)
+_VIEWS = frozenset(
+    {"view", "reshape", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice"}
+    | {"select", "alias", "split", "split_with_sizes", "unbind", "chunk", "detach", "as_strided", "getitem"}
+)
+_COPIES = frozenset({"clone", "copy", "copy_", "contiguous", "view_copy", "permute_copy", "transpose_copy"})
+_CASTS = frozenset({"convert_element_type", "_to_copy", "to"})
 
 
-def _group_facts(row: Mapping[Any, Any], profile: Profile, ceilings: Ceilings) -> dict[str, Any]:
-    members = profile.nodes[profile.nodes["node"].isin(list(row["nodes"]))]
-    products = [
-        (str(node), str(target), str(dtype))
-        for node, target, dtype in zip(members["node"], members["target"], members["dtype"], strict=True)
-        if is_matrix_product(str(target))
-    ]
+def _facts(row: Mapping[Any, Any], record: Mapping[str, Any], profile: Profile, ceilings: Ceilings) -> dict[str, Any]:
+    members = _members(row, profile)
+    products = [member for member in members if is_matrix_product(member[1])]
     # aten.mm.dtype and its kin take 16-bit inputs and give float32: the product's type is not the output's.
     widening = any(target.endswith(".dtype") for _, target, _ in products)
     wide = tuple(
         name for name, target, dtype in products if dtype == "float32" and not target.endswith(".dtype")
     )
-    tf32 = _tf32(profile, [target for name, target, _ in products if name in wide])
-    dtype = "bfloat16" if widening else str(row["dtype"])
-    if tf32 and "tf32" in ceilings.flops_per_s:
+    outside = row.get("scope") == "kernel"
+    named = outside and record["family"] in ("gemm", "gemv", "convolution") and record["precision"] in ("fp32", "")
+    if named:
+        wide = tuple(row["nodes"])  # of a kernel outside of the graphs only its name tells the type
+    tf32 = _tf32(profile, [target for name, target, _ in members if name in wide])
+    dtype = "bfloat16" if widening else str(row.get("dtype"))
+    if outside:
+        dtype = _PRECISIONS.get(record["precision"], "float32")
+    elif tf32 and "tf32" in ceilings.flops_per_s:
         dtype = "tf32"
     elif dtype not in ceilings.flops_per_s and dtype.startswith(_NO_UNITS):
         dtype = "float32"  # the rate that types without units of their own reach at best
+    work = [_operator(target) for _, target, _ in members if _operator(target) not in _VIEWS]
+    casts = bool(work) and set(work) <= _CASTS | _COPIES and bool(set(work) & _CASTS)
     return {
-        "scope": "group",
+        "scope": "kernel" if outside else "group",
         "device": _device_type(profile),
         "launch": row["launch"],
         "nodes": tuple(row["nodes"]),
@@ -171,10 +284,40 @@ def _group_facts(row: Mapping[Any, Any], profile: Profile, ceilings: Ceilings) -
         "float32_products": wide,
         "narrow_units": "bfloat16" in ceilings.flops_per_s,
         "tf32_on": "TF32 is on for matrix products, so tensor cores already run them" if tf32 else "",
+        "limiter": record.get("occupancy_limiter") or "",
+        "copies": bool(work) and set(work) <= _COPIES,
+        "casts": float(casts),
+        "library": record.get("family") or "unknown",
+        "black_box": bool(record.get("black_box")) and not _known(row.get("flops")),
+        "product": bool(wide) or named,
     }
 
 
-def _tf32(profile: Profile, targets: list[str]) -> bool:
+def _members(row: Mapping[Any, Any], profile: Profile) -> list[tuple[str, str, str]]:
+    """(name, target, dtype) of the nodes of a group; of a kernel outside, its operators."""
+    if row.get("scope") == "kernel":
+        return [(name, name.replace("::", "."), "") for name in row["nodes"]]
+    nodes = profile.nodes
+    mine = nodes["node"].isin(list(row["nodes"]))
+    if "graph" in nodes:
+        mine &= nodes["graph"] == row["graph"]
+    found = nodes[mine]
+    columns = (found["node"], found["target"], found["dtype"])
+    return [(str(node), str(target), str(dtype)) for node, target, dtype in zip(*columns, strict=True)]
+
+
+def _operator(target: str) -> str:
+    """ "clone" of "aten.clone.default", "getitem" of "_operator.getitem"."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] in ("aten", "prims", "_operator") else target
+
+
+def _layout_share(facts: Mapping[str, Any], record: Mapping[str, Any]) -> float:
+    """1 where the nodes only copy, else the time of the library's kernels that change layouts."""
+    return 1.0 if facts["copies"] else float(record.get("layout_share") or 0.0)
+
+
+def _tf32(profile: Profile, targets: Sequence[str]) -> bool:
     """Whether all of these float32 products ran in TF32, from the settings that the profile recorded."""
     if not targets or _device_type(profile) != "cuda":
         return False
@@ -182,3 +325,95 @@ def _tf32(profile: Profile, targets: list[str]) -> bool:
     return all(
         bool(settings.get("cudnn_allow_tf32" if "conv" in target else "allow_tf32")) for target in targets
     )
+
+
+def _device_type(profile: Profile | GraphTimes) -> str:
+    return str(profile.environment.get("device_type") or "cpu").split(":")[0]
+
+
+def _known(value: Any) -> bool:
+    return value is not None and isinstance(value, (int, float)) and math.isfinite(value)
+
+
+# --- the launch records of a profile -----------------------------------------------------------------------
+
+
+class _Records:
+    """What the kernels of a launch, or of an operator outside of the graphs, were launched with.
+
+    Of several kernels the longest tells; shares are of their time.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        window = profile.window
+        inside = window["launch"] != ""
+        self._launches = {key: _record(rows) for key, rows in window[inside].groupby(["graph", "launch"], sort=False)}
+        self._window = window[~inside]
+
+    def launch(self, graph: str, launch: str) -> dict[str, Any]:
+        return self._launches.get((graph, launch), {})
+
+    def outside(self) -> Iterator[dict[str, Any]]:
+        """A row a kernel's name and operator, longest first, in the form of ``Profile.groups()``."""
+        keys = ["top_operator", "name"]
+        found: list[dict[str, Any]] = []
+        for (operator, name), rows in self._window[self._window["kind"] == "kernel"].groupby(keys, sort=False):
+            time = rows["duration_ns"].sum() / self._profile.iterations
+            row: dict[str, Any] = {
+                "scope": "kernel",
+                "launch": name,
+                "nodes": (operator,) if operator else (),
+                "time_ns": float(time),
+                **_record(rows),
+                **self._counters(rows),
+            }
+            found.append(row)
+        yield from sorted(found, key=lambda row: -row["time_ns"])
+
+    def _counters(self, rows: Any) -> dict[str, float]:
+        present = [key for key in _COUNTER_UNITS if key in rows]
+        if "counters" not in rows or not present:
+            return {}
+        values = rows[present].astype("float64")
+        table = counters.aggregate(values, rows["duration_ns"].to_numpy(dtype="float64"), [0] * len(rows))
+        found = {key: float(table[key].iloc[0]) for key in present}
+        for counter in counters.COUNTERS:
+            if counter.aggregation == "sum" and counter.key in found:
+                found[counter.key] /= self._profile.iterations
+        return found
+
+
+def _record(rows: Any) -> dict[str, Any]:
+    import pandas as pd
+
+    from profiler_core.families import opaque_operator
+
+    time = rows["duration_ns"].sum()
+    longest = rows.loc[rows["duration_ns"].idxmax()]
+
+    def share(mine: Any) -> float:
+        return float(rows.loc[mine, "duration_ns"].sum() / time) if time else 0.0
+
+    def product(value: Any) -> float | None:
+        return float(math.prod(value)) if isinstance(value, tuple) else None
+
+    def number(name: str) -> float | None:
+        value = longest[name]
+        return None if pd.isna(value) else float(value)
+
+    hidden = any(opaque_operator(str(name)) for name in (longest["operator"], longest["top_operator"]))
+    return {
+        "family": longest["family"],
+        "precision": longest["precision"],
+        "registers": number("registers"),
+        "shared_memory": number("shared_memory"),
+        "theoretical_occupancy": number("theoretical_occupancy"),
+        "occupancy_limiter": longest["occupancy_limiter"],
+        "waves_per_sm": number("waves_per_sm"),
+        "blocks": product(longest["grid"]),
+        "threads_per_block": product(longest["block"]),
+        "opaque_share": share(rows["opaque"]),
+        "layout_share": share(rows["family"] == "layout"),
+        "black_box": hidden or bool(longest["opaque"] and longest["family"] not in _KNOWN_WORK),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -74,6 +75,37 @@ def _maybe_bool(value: Any) -> Any:
 
 def _path(value: Any) -> Any:
     return Path(value).expanduser() if isinstance(value, (str, os.PathLike)) and os.fspath(value) else value
+
+
+def _thresholds(value: Any) -> tuple[tuple[str, float], ...]:
+    """Thresholds from a mapping, flat ("rule.metric") or by rule, or from a TOML file of the same form."""
+    if isinstance(value, (str, os.PathLike)):
+        value = _toml(Path(value).expanduser()) if os.fspath(value) else {}
+    if isinstance(value, tuple):
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise ValueError("not a mapping and not a file")
+    flat: dict[str, float] = {}
+    for name, entry in value.items():
+        of_rule = isinstance(entry, Mapping)
+        flat.update({f"{name}.{key}": number for key, number in entry.items()} if of_rule else {name: entry})
+    from fxopt.rules import thresholds
+
+    thresholds(flat)  # an unknown name, or a value that is no number, is said now rather than while tuning
+    return tuple(sorted((name, float(number)) for name, number in flat.items()))
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
 
 
 _Count = Annotated[int, BeforeValidator(_number)]
@@ -160,6 +192,31 @@ class Options(BaseModel):
         None, "A file to which the report is written as JSON.", "a file"
     )
     verbose: bool = _field(False, "Print what happens as it happens.", "true or false")
+    counters: Literal["auto", "none", "quick", "full"] = _field(
+        "auto",
+        "Hardware counters that labels rest on, read by CUPTI while the baseline is profiled. auto: all on an NVIDIA "
+        "GPU, none elsewhere. Where they cannot be had, labels rest on times and modelled work.",
+        "auto, none, quick or full",
+        decides=True,
+    )
+    thresholds: Annotated[tuple[tuple[str, float], ...], BeforeValidator(_thresholds)] = _field(
+        (),
+        "Thresholds of the rules, over their defaults (`fxopt rules` lists them).",
+        "a mapping of names such as memory_bound.dram_throughput to numbers, or a TOML file of them",
+        decides=True,
+    )
+    dump: Annotated[Path | None, BeforeValidator(_path)] = _field(
+        None,
+        "Where the graph before and after each graph pass is written, numbered. Compiles past the caches, which would "
+        "keep passes from running.",
+        "a directory",
+    )
+    bisect: Annotated[int | None, BeforeValidator(_number)] = _field(
+        None,
+        "Apply only the first N rewrites of the process, in order: what `fxopt bisect` sets.",
+        "a whole number, 0 or more",
+        ge=0,
+    )
     freeze: bool = _field(
         False,
         "Fold weights into the compiled code. Set by fxopt.optimize: a torch.compile backend is handed the "
@@ -364,4 +421,7 @@ def _parse(name: str, value: Any, source: str) -> Any:
         return getattr(Options(**{name: value}), name)
     except (ValidationError, TypeError) as error:
         allowed = _extra(Options.model_fields[name], "allowed")
-        raise OptionError(f"{name} is {value!r}, from {source}; allowed: {allowed}") from error
+        # Of a file or of many names "allowed" says too little.
+        causes = error.errors() if isinstance(error, ValidationError) and name == "thresholds" else []
+        why = "".join(f" ({cause['ctx']['error']})" for cause in causes if "error" in cause.get("ctx", {}))
+        raise OptionError(f"{name} is {value!r}, from {source}; allowed: {allowed}{why}") from error

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxopt import identity, measure, registry, rules, verify
+from fxopt import bisect, identity, measure, registry, rules, verify
 from fxopt.build import Build, Builder
+from fxopt.dump import Dumper
 from fxopt.labels import Label
 from fxopt.options import Options
 from fxopt.plan import PassUse, Plan, PlanCorrupt, PlanStore, PlanStoreError, plan_key
+from fxopt.profiling import labels_of, profile_build
 from fxopt.registry import Pass, PassContext
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.search import Trial, search
@@ -26,7 +28,6 @@ from fxopt.torch_api import dynamo, inductor
 
 if TYPE_CHECKING:
     from profiler_core.profiles import Profile
-    from profiler_core.roofline import Ceilings
 
 log = logging.getLogger("fxopt")
 
@@ -95,7 +96,12 @@ class Tuner:
             self.report.source = "apply"
             return self._plain("no plan for this graph, and mode 'apply' never measures", source="apply")
         self.report.source = "tuned"
-        return self._tune()
+        kept = self._tune()
+        if bisect.of_process(self.options.bisect) is None:
+            return kept
+        # The limit is on what was decided, never on the deciding.
+        plan = self._load_plan()
+        return kept if plan is None else self._apply(plan)
 
     def _weights(self) -> str:
         """The weights in the plan's key: nothing where no accuracy is given up, else which ones were verified."""
@@ -138,7 +144,8 @@ class Tuner:
         self.report.labels = labels
         self.report.decision = plan.decision
         self.report.out_of_reach = list(plan.out_of_reach)
-        builder = self._builder(context)
+        limited = bisect.of_process(self.options.bisect, self._name)
+        builder = replace(self._builder(context), bisection=limited)
         if plan.decision == "baseline":
             compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, keep_guards=True)
             compiled.scope.adopt()
@@ -188,12 +195,7 @@ class Tuner:
         report.baseline_kernel_ns = report.kept_kernel_ns = profile.kernel_ns
         report.baseline_wall_ns = report.kept_wall_ns = profile.wall_ns
         with phase(report, "label"):
-            from profiler_core import roofline
-
-            ceilings = roofline.ceilings(self.device, self.store.root / "ceilings")
-            if beaten(profile, ceilings):
-                ceilings = roofline.raised(self.device, self.store.root / "ceilings", ceilings)
-            found = rules.label(profile, ceilings)
+            found, report.ceilings = labels_of(profile, self.device, self.options, self.store.root / "ceilings")
         report.labels, report.missing = list(found.labels), list(found.missing)
         self._say(f"measured: kernels {profile.kernel_ns / 1e3:.0f} us, wall {profile.wall_ns / 1e3:.0f} us a call")
         context = self._context(
@@ -220,33 +222,23 @@ class Tuner:
 
     def _profile(self, build: Build) -> Profile:
         """Measured before any CUDA graph is captured, on copies of the inputs, with the random state put back."""
-        from profiler_core.attribute.engine import attribute
-        from profiler_core.collect import inductor as provenance_source
-        from profiler_core.collect import kineto
-        from profiler_core.environment import environment
 
-        store = self.store.root / "provenance"
-        graph, compiled = build.compiled.graph, build.compiled
-        try:
-            self._provenance = provenance_source.from_compiled(graph, compiled.post_grad, store)
-        except provenance_source.ProvenanceMissing:
-            # A cache served the code and nobody wrote down what it computes: compile once more, past the caches.
-            again = inductor.compile_graph(
+        def again() -> inductor.Compiled:
+            return inductor.compile_graph(
                 self.gm, self.inputs, patches=self._measured_patches(), capture=True, caches=False, keep_guards=True
             )
-            build.compiled, build.fn = again, again.flat()
-            graph, compiled = again.graph, again
-            self._provenance = provenance_source.from_compiled(graph, compiled.post_grad, store)
-        arguments = verify.clone_inputs(self.real, self._held)
-        fn = self._steady(build.fn)
-        with self._running(), provenance_source.instrumented(graph, self._provenance):
-            trace = kineto.measure(
-                lambda: fn(*arguments),
-                iterations=self.options.iterations,
-                warmup=self.options.warmup,
-                device=self.device,
-            )
-        return attribute(trace, self._provenance, environment(self.device))
+
+        profile, self._provenance = profile_build(
+            build,
+            again,
+            self._steady,
+            verify.clone_inputs(self.real, self._held),
+            device=self.device,
+            options=self.options,
+            store=self.store.root / "provenance",
+            running=self._running,
+        )
+        return profile
 
     def _steady(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` with the inputs that it writes to put back before each call, so that every measured call does the same.
@@ -402,7 +394,12 @@ class Tuner:
                 entry.paired = self._compare(current, steady, input_sets, noise)
                 entry.kernel_ns = self._kernel_ns(steady, input_sets[0])
             assert report.profile is not None
-            entry.labels = rules.label_graph(entry.paired.candidate_ns, entry.kernel_ns, report.profile.environment)
+            entry.labels = rules.label_graph(
+                entry.paired.candidate_ns,
+                entry.kernel_ns,
+                report.profile.environment,
+                thresholds=dict(self.options.thresholds),
+            )
             return build
         except Exception as error:
             if self.options.on_error == "raise":
@@ -442,7 +439,13 @@ class Tuner:
 
     def _builder(self, context: PassContext) -> Builder:
         patches, reports = self._measured_patches(), self.store.root / "reports"
-        return Builder(self.gm, self.inputs, patches, context, reports, self.check_weights)
+        dumper = Dumper(self.options.dump, self._name) if self.options.dump is not None else None
+        return Builder(self.gm, self.inputs, patches, context, reports, self.check_weights, dumper)
+
+    @property
+    def _name(self) -> str:
+        """The graph's name in dumps and in bisection: Dynamo's id of the compilation, and the plan's key."""
+        return "-".join(filter(None, (self.report.compile_id.replace("/", "_"), self.report.key[:8])))
 
     def _wants_graphs(self) -> bool:
         return bool(self.patches.get("triton.cudagraphs"))
@@ -529,18 +532,6 @@ class Tuner:
             self.store.save(plan)
         except PlanStoreError as error:
             self._store_failed(error)
-
-
-def beaten(profile: Profile, ceilings: Ceilings) -> bool:
-    """Whether some kernel runs at more than 1.1 times the arithmetic ceiling of its type, which cannot be."""
-    groups = profile.groups()
-    for flops, time_ns, dtype in zip(groups["flops"], groups["time_ns"], groups["dtype"], strict=True):
-        ceiling = ceilings.flops_per_s.get("tf32" if dtype == "float32" else dtype, 0.0)
-        ceiling = max(ceiling, ceilings.flops_per_s.get(str(dtype), 0.0))
-        # `flops == flops`: a group that is not modelled holds NaN
-        if ceiling and flops == flops and time_ns > 0 and flops / time_ns * 1e9 > 1.1 * ceiling:
-            return True
-    return False
 
 
 def _first_refusal(report: Any) -> str:

@@ -1,9 +1,10 @@
 """freeze_weights: hold parameters constant, so that Inductor folds and pre-packs them.
 
-Answers compute_bound, memory_bound and tensor_core_idle on nodes that read a parameter. Weights are folded into
-the compiled code: a transposed, cast or packed copy is made once instead of on every call (on the CPU, Inductor's
-linear packing for oneDNN needs it). Only `fxopt.optimize` may do this: `torch.compile` promises that a parameter
-changed between calls is seen. Refuses buffers and parameters that the graph writes to, and graphs with gradients.
+Answers compute_bound, memory_bound and tensor_core_idle on nodes that read a parameter, and layout_conversion and
+cast_traffic, where a weight is transposed or cast on every call. Weights are folded into the compiled code: a
+transposed, cast or packed copy is made once instead of on every call (on the CPU, Inductor's linear packing for oneDNN
+needs it). Only `fxopt.optimize` may do this: `torch.compile` promises that a parameter changed between calls is seen.
+Refuses buffers and parameters that the graph writes to, and graphs with gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class FreezeWeights(ConfigPass):
     """Hold parameters constant, so that Inductor folds and pre-packs them."""
 
     name: ClassVar[str] = "freeze_weights"
-    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.COMPUTE_BOUND, Axis.MEMORY_BOUND, Axis.TENSOR_CORE_IDLE})
+    answers: ClassVar[frozenset[Axis]] = frozenset(
+        {Axis.COMPUTE_BOUND, Axis.MEMORY_BOUND, Axis.TENSOR_CORE_IDLE, Axis.LAYOUT_CONVERSION, Axis.CAST_TRAFFIC}
+    )
     stage: ClassVar[Stage] = Stage.CONFIG
     precision: ClassVar[Precision] = Precision.FP32
     enables: ClassVar[tuple[str, ...]] = ("promote_matmul_precision", "onednn_linear")

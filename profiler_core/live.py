@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from profiler_core.counting import Asked, counter_keys, with_cupti
 from profiler_core.profiles import Profile
 
 if TYPE_CHECKING:
     import torch
 
     from profiler_core.collect.compile_capture import Captured
-    from profiler_core.collect.provenance import LaunchId, Provenance
     from profiler_core.trace import Trace
 
-COUNTER_SETS = ("none", "quick", "full")
 REPLAYS = ("auto", "application", "kernel")
-# Counters of one layer stand for its twins only where kernels outside of the compiled graphs, which have none then,
-# are of no account.
-_COVERED = 0.99
-
 _running = Lock()
 
 
@@ -127,8 +122,8 @@ def profile(
     elif keys:
         state = tuple(_tensors((fn, args, kwargs)))
         graphs = [(graph, p) for graph, p in captured.graphs if any(p is q for q in provenances)]
-        asked = _Asked(keys, replay, deduplicate, primed)
-        result = _with_cupti(result, call, asked, where, state, graphs, notes)
+        asked = Asked(keys, replay, deduplicate, primed)
+        result = with_cupti(result, call, asked, where, state, graphs, notes)
     return replace(result, notes=(*result.notes, *notes))
 
 
@@ -137,21 +132,6 @@ def default_store() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("fxopt") / "provenance"
-
-
-def counter_keys(wanted: str | Sequence[str]) -> tuple[str, ...]:
-    """The counters of a set, or those listed. Raises ValueError, naming what there is."""
-    from profiler_core import counters
-
-    if isinstance(wanted, str):
-        sets = {"none": (), "quick": counters.QUICK, "full": counters.FULL}
-        if wanted not in sets:
-            raise ValueError(f"counters={wanted!r}: expected one of {', '.join(COUNTER_SETS)}, or a list of counters")
-        return sets[wanted]
-    unknown = [key for key in wanted if key not in counters.FULL]
-    if unknown:
-        raise ValueError(f"counters: no {', '.join(map(repr, unknown))}; there are {', '.join(counters.FULL)}")
-    return tuple(wanted)
 
 
 def _measure(
@@ -248,109 +228,6 @@ def _called(trace: Trace) -> tuple[set[str], set[str]]:
     names = set(trace.ranges["name"])
     keys = {key for name in names if (key := graph_call_of(name)) is not None}
     return keys, {launch_of(name)[1] for name in names} - {""}
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The options of :func:`profile` that say how counters are taken."""
-
-    keys: Sequence[str]
-    replay: Any = "auto"
-    deduplicate: bool | None = None
-    primed: bool = False
-
-
-def _with_cupti(
-    result: Profile,
-    call: Callable[[], Any],
-    asked: _Asked,
-    device: torch.device,
-    state: Sequence[torch.Tensor],
-    graphs: Sequence[tuple[Any, Provenance]],
-    notes: list[str],
-) -> Profile:
-    from profiler_core import counters, layer_classes
-    from profiler_core.attribute.counter_join import carried, with_counters
-    from profiler_core.collect.conflicts import ProfilerError
-    from profiler_core.collect.cupti import session
-
-    provenances = [p for _, p in graphs]
-    window = result.window
-    launched, ranged = window["launch"] != "", window["method"].isin(("correlation", "enclosure"))
-    covered = window.loc[launched, "duration_ns"].sum() >= _COVERED * result.total_ns
-    # A replayed CUDA graph runs past the ranges that tell one launch from another.
-    replayed = bool((launched & ~ranged).any())
-    if asked.deduplicate and replayed:
-        notes.append("not deduplicated: the launches in a replayed CUDA graph cannot be measured one by one")
-    try:
-        chip = counters.chip_of(tuple(result.environment["capability"]))
-        names = counters.metric_names(chip, asked.keys)
-        if not names:  # those of the launch record alone, which the profile has
-            return result
-        replay, reason = asked.replay, "asked for"
-        if replay == "auto":
-            with _on(device):
-                same, reason = session.repeatable(call, state)
-            replay = "application" if same else "kernel"
-        wanted = asked.deduplicate or (asked.deduplicate is None and replay == "kernel" and covered)
-        twins = layer_classes.twins(provenances) if wanted and not replayed else {}
-        chosen = set(twins.values())
-        partly = len(chosen) < len(twins)
-        ours = _of_one_call(result, chosen if partly else None)
-        gate = None
-        with ExitStack() as stack:
-            if partly:
-                gate = session.Gate(_wanted(chosen))
-                for graph, p in graphs:
-                    stack.enter_context(inductor_ranges(graph, p, gate))
-            collection = session.collect(
-                call,
-                names,
-                replay=replay,
-                state=state,
-                device=device.index,
-                kernels=ours,
-                gate=gate,
-                primed=asked.primed,
-            )
-    except (ProfilerError, counters.UnknownChip) as error:
-        notes.append(f"no hardware counters: {error}")
-        return result
-    why = collection.reason if partly else reason
-    notes.append(f"counters: {collection.cost()}; {collection.replay} replay: {why}")
-    table = replace(collection.table, notes=collection.table.notes[1:])  # the first says what this one does
-    if not partly:
-        return with_counters(result, [table], chip)
-    notes.append(layer_classes.saved(result, provenances))
-    return carried(with_counters(result, [table], chip, only=chosen), twins)
-
-
-def inductor_ranges(graph: Any, provenance: Provenance, gate: Any) -> Any:
-    """The launches of a graph, each inside the gate's range."""
-    from profiler_core.collect import inductor
-
-    return inductor.instrumented(graph, provenance, tag=provenance.graph, ranges=gate.range)
-
-
-def _wanted(chosen: Collection[LaunchId]) -> Callable[[str], bool]:
-    from profiler_core.range_names import launch_of
-
-    return lambda name: launch_of(name)[::-1] in chosen
-
-
-def _of_one_call(result: Profile, chosen: Collection[LaunchId] | None) -> int:
-    """How many kernels the first measured call ran: all, or those of some launches."""
-    rows = result.window
-    rows = rows[(rows["kind"] == "kernel") & (rows["iteration"] == rows["iteration"].min())]
-    if chosen is None:
-        return len(rows)
-    return sum(pair in chosen for pair in zip(rows["graph"], rows["launch"], strict=True))
-
-
-def _on(device: torch.device) -> Any:
-    import torch
-
-    return torch.cuda.device(device)
 
 
 def _device_of(values: Any) -> torch.device:

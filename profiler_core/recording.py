@@ -50,7 +50,7 @@ def record(
     from profiler_core.collect import ncu_command, nsys_command, torch_trace
     from profiler_core.collect.provenance import ProvenanceFormatError
     from profiler_core.counter_table import CounterError
-    from profiler_core.live import counter_keys
+    from profiler_core.counting import counter_keys
     from profiler_core.loading import load
 
     keys = counter_keys(counters)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxopt.registry import PassReport
     from fxopt.verify import Verdict
     from profiler_core.profiles import Profile
+    from profiler_core.roofline import Ceilings
 
 SCHEMA_VERSION = 1
 
@@ -48,6 +49,7 @@ class GraphReport:
     "apply" (no plan, and measuring not allowed), "skipped" (nothing that fxopt measures: gradients, another device),
     "fallback" (something failed; `messages` says what).
     frozen: weights are held constant in the kept code.
+    ceilings: of the device, measured; labels were drawn against them.
     Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster).
     """
 
@@ -56,6 +58,7 @@ class GraphReport:
     source: str = "fallback"
     compile_id: str = ""
     profile: Profile | None = None
+    ceilings: Ceilings | None = None
     labels: list[Label] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     candidates: list[CandidateReport] = field(default_factory=list)

@@ -254,6 +254,8 @@ def _node_names(nodes: Sequence[str], width: int) -> str:
 
 def _labels(graph: GraphReport, console: Console) -> None:
     _heading(console, "What limits it")
+    if graph.ceilings is not None:
+        _say(console, _ceilings(graph.ceilings), indent=2)
     if not graph.labels:
         _say(console, "No rule fired.", indent=2)
     by_axis: dict[str, list[Any]] = {}
@@ -273,6 +275,11 @@ def _labels(graph: GraphReport, console: Console) -> None:
             _say(console, f"- and {len(labels) - LABELS_PER_AXIS} more", indent=4)
     for line, count in Counter(graph.missing).items():
         _say(console, f"- {line}" + (f" ({count} times)" if count > 1 else ""), indent=2)
+
+
+def _ceilings(ceilings: Any) -> str:
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in sorted(ceilings.flops_per_s.items()))
+    return f"Measured ceilings of the device: copy {ceilings.copy_bytes_per_s / 1e9:.3g} GB/s; products {rates}."
 
 
 def _evidence(evidence: Any) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 
 import profiler_core
 from profiler_core import counters as known_counters
-from profiler_core import layer_classes, live
+from profiler_core import counting, layer_classes, live
 from profiler_core.attribute.engine import attribute
 from profiler_core.collect import compile_capture
 from profiler_core.collect.conflicts import ProfilerError
@@ -630,7 +630,7 @@ class Study:
         self.plain = with_layer_classes(plain, captured.provenances)
         self.stub = Counted(len(self.plain.window) // 2)
         monkeypatch.setattr(session, "collect", self.stub)
-        monkeypatch.setattr(live, "_on", lambda device: nullcontext())
+        monkeypatch.setattr(counting, "_on", lambda device: nullcontext())
 
     def call(self) -> None:
         with torch.no_grad():
@@ -640,10 +640,10 @@ class Study:
 
     def counted(self, keys=known_counters.QUICK, replay="auto", deduplicate=None, plain=None) -> Profile:
         notes: list[str] = []
-        found = live._with_cupti(
+        found = counting.with_cupti(
             plain or self.plain,
             self.call,
-            live._Asked(keys, replay, deduplicate),
+            counting.Asked(keys, replay, deduplicate),
             torch.device("cpu"),
             (self.x,),
             self.graphs,

@@ -197,11 +197,14 @@ ENVIRONMENT_VALUES = {
     "on_error": ("raise", "raise"),
     "report": ("report.json", Path("report.json")),
     "verbose": ("1", True),
+    "counters": ("quick", "quick"),
+    "dump": ("graphs", Path("graphs")),
+    "bisect": ("3", 3),
 }
 
 
 def test_every_option_but_the_sessions_has_an_environment_variable():
-    assert set(ENVIRONMENT_VALUES) == set(option_names()) - {"mode"}
+    assert set(ENVIRONMENT_VALUES) == set(option_names()) - {"mode", "thresholds"}  # a file: see below
     environ = {environment_variable(name): text for name, (text, _) in ENVIRONMENT_VALUES.items()}
     options = resolve_options({}, environ=environ)
     assert {name: getattr(options, name) for name in ENVIRONMENT_VALUES} == {
@@ -326,3 +329,48 @@ def test_whatever_is_given_is_used_or_refused_as_an_option(name, value):
         assert repr(name) in str(refusal) or name.replace("-", "_") in str(refusal)
     else:
         assert isinstance(options, Options) and isinstance(mode, Mode) and set(patches) <= KEYS
+
+
+# --- thresholds
+
+
+BY_RULE = "[memory_bound]\ndram_throughput = 70\n[divergent]\nthreads_per_instruction = 16.5\n"
+FLAT = '"memory_bound.dram_throughput" = 70\n"divergent.threads_per_instruction" = 16.5\n'
+
+
+@pytest.mark.parametrize("text", [BY_RULE, FLAT], ids=["by rule", "flat"])
+def test_thresholds_come_from_a_toml_file_by_option_and_by_environment(tmp_path, text):
+    file = tmp_path / "limits.toml"
+    file.write_text(text)
+    expected = (("divergent.threads_per_instruction", 16.5), ("memory_bound.dram_throughput", 70.0))
+    assert resolve_options({"thresholds": str(file)}).thresholds == expected
+    assert resolve_options({}, environ={"FXOPT_THRESHOLDS": str(file)}).thresholds == expected
+
+
+def test_thresholds_come_from_a_mapping_and_bear_on_the_plan():
+    flat = resolve_options({"thresholds": {"memory_bound.dram_throughput": 70}})
+    nested = resolve_options({"thresholds": {"memory_bound": {"dram_throughput": 70}}})
+    assert flat.thresholds == nested.thresholds == (("memory_bound.dram_throughput", 70.0),)
+    assert flat.deciding() != resolve_options({}).deciding()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory_bound.dram": 1}, "memory_bound.dram_throughput"),
+        ({"memory_bound.dram_throughput": "high"}, "expected a finite number"),
+        ({"memory_bound.dram_throughput": True}, "expected a finite number"),
+        ("no/such/file.toml", "cannot be read"),
+        (3, "not a mapping"),
+    ],
+)
+def test_thresholds_that_cannot_be_used_are_refused_with_the_reason(given, message):
+    with pytest.raises(OptionError, match=message):
+        resolve_options({"thresholds": given})
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path):
+    file = tmp_path / "limits.toml"
+    file.write_text("memory_bound = {")
+    with pytest.raises(OptionError, match=r"limits\.toml is not TOML"):
+        resolve_options({"thresholds": file})
