@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxopt.labels import Source
+from fxopt.launch_records import LaunchRecords
 from profiler_core import counters
 from profiler_core.cost import is_matrix_product
 
 if TYPE_CHECKING:
+
     from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
@@ -168,15 +170,28 @@ def graph_metrics(profile: Profile | GraphTimes) -> Subject:
 
 def subjects(profile: Profile, ceilings: Ceilings) -> Iterator[Subject]:
     """What group rules look at: each launch of compiled code, then each kernel outside of it by operator and name."""
-    records = _Records(profile)
+    records = LaunchRecords(profile)
+    columns = (profile.nodes[name] for name in ("graph", "node", "target", "dtype"))
+    nodes = {(graph, node): (str(target), str(dtype)) for graph, node, target, dtype in zip(*columns, strict=True)}
     for row in profile.groups().to_dict("records"):
-        yield _subject(row, records.launch(row["graph"], row["launch"]), profile, ceilings)
+        members = [(name, *nodes.get((row["graph"], name), ("", ""))) for name in row["nodes"]]
+        yield _subject(row, records.launch(row["graph"], row["launch"]), members, profile, ceilings)
     for outside in records.outside():
-        yield _subject(outside, outside, profile, ceilings)
+        members = [(name, name.replace("::", "."), "") for name in outside["nodes"]]
+        yield _subject(outside, outside, members, profile, ceilings)
 
 
-def _subject(row: Mapping[Any, Any], record: Mapping[str, Any], profile: Profile, ceilings: Ceilings) -> Subject:
-    facts = _facts(row, record, profile, ceilings)
+_Member = tuple[str, str, str]  # a node's name, its target, its type
+
+
+def _subject(
+    row: Mapping[Any, Any],
+    record: Mapping[str, Any],
+    members: Sequence[_Member],
+    profile: Profile,
+    ceilings: Ceilings,
+) -> Subject:
+    facts = _facts(row, record, members, profile, ceilings)
     given: list[tuple[str, Any, str, Source]] = [
         ("time_ns", row["time_ns"], "ns", "measured"),
         ("flops", row.get("flops"), "FLOP", "modelled"),
@@ -240,11 +255,6 @@ def lacked(names: Sequence[str], known: Container[str]) -> list[str]:
 _NO_UNITS = ("int", "uint", "bool", "bfloat16", "float16", "float8")
 _BITS = {"float32": 32, "tf32": 19, "bfloat16": 16, "float16": 16, "float64": 64}
 _PRECISIONS = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-# Families of kernels whose work is known from the operator, whoever wrote them, or which are no library's.
-_KNOWN_WORK = frozenset(
-    {"gemm", "gemv", "blas", "convolution", "attention", "pointwise", "reduction", "layout", "memcpy", "memset"}
-    | {"custom", "operator"}
-)
 _VIEWS = frozenset(
     {"view", "reshape", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice"}
     | {"select", "alias", "split", "split_with_sizes", "unbind", "chunk", "detach", "as_strided", "getitem"}
@@ -253,8 +263,13 @@ _COPIES = frozenset({"clone", "copy", "copy_", "contiguous", "view_copy", "permu
 _CASTS = frozenset({"convert_element_type", "_to_copy", "to"})
 
 
-def _facts(row: Mapping[Any, Any], record: Mapping[str, Any], profile: Profile, ceilings: Ceilings) -> dict[str, Any]:
-    members = _members(row, profile)
+def _facts(
+    row: Mapping[Any, Any],
+    record: Mapping[str, Any],
+    members: Sequence[_Member],
+    profile: Profile,
+    ceilings: Ceilings,
+) -> dict[str, Any]:
     products = [member for member in members if is_matrix_product(member[1])]
     # aten.mm.dtype and its kin take 16-bit inputs and give float32: the product's type is not the output's.
     widening = any(target.endswith(".dtype") for _, target, _ in products)
@@ -293,19 +308,6 @@ def _facts(row: Mapping[Any, Any], record: Mapping[str, Any], profile: Profile, 
     }
 
 
-def _members(row: Mapping[Any, Any], profile: Profile) -> list[tuple[str, str, str]]:
-    """(name, target, dtype) of the nodes of a group; of a kernel outside, its operators."""
-    if row.get("scope") == "kernel":
-        return [(name, name.replace("::", "."), "") for name in row["nodes"]]
-    nodes = profile.nodes
-    mine = nodes["node"].isin(list(row["nodes"]))
-    if "graph" in nodes:
-        mine &= nodes["graph"] == row["graph"]
-    found = nodes[mine]
-    columns = (found["node"], found["target"], found["dtype"])
-    return [(str(node), str(target), str(dtype)) for node, target, dtype in zip(*columns, strict=True)]
-
-
 def _operator(target: str) -> str:
     """ "clone" of "aten.clone.default", "getitem" of "_operator.getitem"."""
     parts = target.split(".")
@@ -333,87 +335,3 @@ def _device_type(profile: Profile | GraphTimes) -> str:
 
 def _known(value: Any) -> bool:
     return value is not None and isinstance(value, (int, float)) and math.isfinite(value)
-
-
-# --- the launch records of a profile -----------------------------------------------------------------------
-
-
-class _Records:
-    """What the kernels of a launch, or of an operator outside of the graphs, were launched with.
-
-    Of several kernels the longest tells; shares are of their time.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        window = profile.window
-        inside = window["launch"] != ""
-        self._launches = {key: _record(rows) for key, rows in window[inside].groupby(["graph", "launch"], sort=False)}
-        self._window = window[~inside]
-
-    def launch(self, graph: str, launch: str) -> dict[str, Any]:
-        return self._launches.get((graph, launch), {})
-
-    def outside(self) -> Iterator[dict[str, Any]]:
-        """A row a kernel's name and operator, longest first, in the form of ``Profile.groups()``."""
-        keys = ["top_operator", "name"]
-        found: list[dict[str, Any]] = []
-        for (operator, name), rows in self._window[self._window["kind"] == "kernel"].groupby(keys, sort=False):
-            time = rows["duration_ns"].sum() / self._profile.iterations
-            row: dict[str, Any] = {
-                "scope": "kernel",
-                "launch": name,
-                "nodes": (operator,) if operator else (),
-                "time_ns": float(time),
-                **_record(rows),
-                **self._counters(rows),
-            }
-            found.append(row)
-        yield from sorted(found, key=lambda row: -row["time_ns"])
-
-    def _counters(self, rows: Any) -> dict[str, float]:
-        present = [key for key in _COUNTER_UNITS if key in rows]
-        if "counters" not in rows or not present:
-            return {}
-        values = rows[present].astype("float64")
-        table = counters.aggregate(values, rows["duration_ns"].to_numpy(dtype="float64"), [0] * len(rows))
-        found = {key: float(table[key].iloc[0]) for key in present}
-        for counter in counters.COUNTERS:
-            if counter.aggregation == "sum" and counter.key in found:
-                found[counter.key] /= self._profile.iterations
-        return found
-
-
-def _record(rows: Any) -> dict[str, Any]:
-    import pandas as pd
-
-    from profiler_core.families import opaque_operator
-
-    time = rows["duration_ns"].sum()
-    longest = rows.loc[rows["duration_ns"].idxmax()]
-
-    def share(mine: Any) -> float:
-        return float(rows.loc[mine, "duration_ns"].sum() / time) if time else 0.0
-
-    def product(value: Any) -> float | None:
-        return float(math.prod(value)) if isinstance(value, tuple) else None
-
-    def number(name: str) -> float | None:
-        value = longest[name]
-        return None if pd.isna(value) else float(value)
-
-    hidden = any(opaque_operator(str(name)) for name in (longest["operator"], longest["top_operator"]))
-    return {
-        "family": longest["family"],
-        "precision": longest["precision"],
-        "registers": number("registers"),
-        "shared_memory": number("shared_memory"),
-        "theoretical_occupancy": number("theoretical_occupancy"),
-        "occupancy_limiter": longest["occupancy_limiter"],
-        "waves_per_sm": number("waves_per_sm"),
-        "blocks": product(longest["grid"]),
-        "threads_per_block": product(longest["block"]),
-        "opaque_share": share(rows["opaque"]),
-        "layout_share": share(rows["family"] == "layout"),
-        "black_box": hidden or bool(longest["opaque"] and longest["family"] not in _KNOWN_WORK),
-    }

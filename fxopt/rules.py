@@ -162,10 +162,10 @@ def fingerprint() -> str:
     import hashlib
     from pathlib import Path
 
-    from fxopt import metrics, rule, rule_table
+    from fxopt import launch_records, metrics, rule, rule_table
 
     digest = hashlib.sha256()
-    for module in (metrics, rule, rule_table):
+    for module in (launch_records, metrics, rule, rule_table):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
 
