@@ -1,7 +1,7 @@
 """Whether the labels are right, on kernels whose limit is known (case_studies/label_kernels.py).
 
     python -m case_studies.labels --json FILE [--set development|holdout|all] [--case NAME ...]
-                                  [--save-profiles DIR | --from-profiles DIR] [--thresholds FILE]
+                                  [--save-profiles DIR | --from-profiles DIR] [--thresholds FILE] [--without-counters]
 
 Measuring takes an NVIDIA GPU and Triton; saved profiles can be labelled anywhere. Exits with 1 where cases of the
 holdout ran and fewer than 90 % of them are right.
@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,6 +255,7 @@ def _outcome(
     thresholds: Mapping[str, float],
     saved: Path | None,
     store: Path | None,
+    counted: bool = True,
 ) -> Outcome:
     """Measures the case, or reads the profile in ``saved`` where there is no device. What goes wrong is its outcome."""
     from profiler_core.profiles import Profile
@@ -268,10 +269,18 @@ def _outcome(
             profile = measure(case, device, store)
             if path is not None:
                 profile.save(path)
-        return judge(case, profile, ceilings, thresholds)
+        return judge(case, profile if counted else without_counters(profile), ceilings, thresholds)
     except Exception as error:  # whatever it is, the other cases go on
         reason = str(error).strip().partition("\n")[0]
         return Outcome(case, failed=f"{type(error).__name__}: {reason}"[:400])
+
+
+def without_counters(profile: Profile) -> Profile:
+    """The profile as it would be where counters may not be read."""
+    from profiler_core.counters import COUNTERS
+
+    read = [counter.key for counter in COUNTERS if not counter.launch]
+    return replace(profile, kernels=profile.kernels.drop(columns=[*read, "counters"], errors="ignore"))
 
 
 def _environment(device: torch.device | None, folder: Path | None, selected: Sequence[Case]) -> dict[str, Any]:
@@ -297,6 +306,7 @@ def run(
     path: Path | None,
     screen: Any,
     store: Path | None = None,
+    counted: bool = True,
 ) -> list[Outcome]:
     """All cases, the document at ``path`` written after each, so that what is done is not lost."""
     document: dict[str, Any] = {
@@ -307,7 +317,7 @@ def run(
     }
     outcomes: list[Outcome] = []
     for case in selected:
-        outcomes.append(_outcome(case, device, ceilings, thresholds, saved, store))
+        outcomes.append(_outcome(case, device, ceilings, thresholds, saved, store, counted))
         screen.print(f"{len(outcomes)}/{len(selected)} {case.name}: {outcomes[-1].why or 'right'}", markup=False)
         if path is not None:
             results = {outcome.case.name: outcome.to_json() for outcome in outcomes}
@@ -325,6 +335,7 @@ def main() -> None:
         save_profiles: Path = typer.Option(None, help="Keep each case's profile in this folder."),
         from_profiles: Path = typer.Option(None, help="Measure nothing: label the profiles kept in this folder."),
         thresholds: Path = typer.Option(None, help="Thresholds over the defaults, a TOML file."),
+        without_counters: bool = typer.Option(False, help="Label as where counters may not be read."),
     ) -> None:
         from fxopt.options import OptionError, resolve_options
         from profiler_core.roofline import Ceilings, ceilings
@@ -355,7 +366,16 @@ def main() -> None:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / CEILINGS).write_text(json.dumps(known.to_json(), indent=1), encoding="utf-8")
-        outcomes = run(selected, device, known, thresholds=limits, saved=folder, path=json_path, screen=screen)
+        outcomes = run(
+            selected,
+            device,
+            known,
+            thresholds=limits,
+            saved=folder,
+            path=json_path,
+            screen=screen,
+            counted=not without_counters,
+        )
         screen.print(_table(outcomes))
         for name, rows in summary(outcomes).items():
             screen.print(_summary_table(name, rows))

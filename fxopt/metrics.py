@@ -259,7 +259,9 @@ _VIEWS = frozenset(
     {"view", "reshape", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice"}
     | {"select", "alias", "split", "split_with_sizes", "unbind", "chunk", "detach", "as_strided", "getitem"}
 )
-_COPIES = frozenset({"clone", "copy", "copy_", "contiguous", "view_copy", "permute_copy", "transpose_copy"})
+_COPIES = frozenset(
+    {"clone", "copy", "copy_", "contiguous", "flip", "rev", "view_copy", "permute_copy", "transpose_copy"}
+)
 _CASTS = frozenset({"convert_element_type", "_to_copy", "to"})
 
 

@@ -204,6 +204,12 @@ _OPERATORS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^mkl::|^aten::_?mkl_", "mkl"),
         (r"^aten::_(scaled_dot_product_)?flash_attention(_|$)", "flash_attention"),
         (r"^aten::_(scaled_dot_product_)?efficient_attention(_|$)", "memory_efficient_attention"),
+        # LAPACK on a CPU, cuSOLVER or MAGMA on a GPU
+        (
+            r"^aten::_?(linalg_(cholesky|det|eig|geqrf|householder|inv|ldl|lstsq|lu|qr|slogdet|solve|svd)|cholesky|geqrf"
+            r"|lu_|ormqr|triangular_solve)",
+            "solver",
+        ),
         (r"^aten::_cslt_|^aten::_sparse_semi_structured", "cusparselt"),
         (r"^(nccl|rccl):", "nccl"),
         (r"^(c10d|_c10d_functional\w*)::|^gloo:|^mpi:|^record_param_comms$", "collective"),

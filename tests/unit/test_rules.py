@@ -396,6 +396,7 @@ def test_counters_go_before_the_model() -> None:
     ("targets", "expected"),
     [
         (("aten.permute.default", "aten.clone.default"), ["layout_conversion"]),
+        (("prims.rev.default",), ["layout_conversion"]),
         (("prims.convert_element_type.default",), ["cast_traffic"]),
         (("aten.view.default", "aten._to_copy.default"), ["cast_traffic"]),
         (("prims.convert_element_type.default", "aten.clone.default"), ["cast_traffic"]),
