@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         name="tensor_core_idle",
         axis=Axis.TENSOR_CORE_IDLE,
         scope="group",
-        tests=(Test("tensor_active", "<=", 5.0), Test("rate_ratio", ">", 1.1), Test("time_over_floor", ">", 1.0)),
+        tests=(Test("tensor_active", "<=", 30.0), Test("rate_ratio", ">", 1.1), Test("time_over_floor", ">", 1.0)),
         headroom="save_narrow_ns",
         evidence=("sm_throughput", "dtype_bits", "flops", "flop_rate", "flop_ceiling", "narrow_ceiling", "time_ns"),
         high=(Test("time_over_floor", ">=", 2.0),),
@@ -133,7 +133,8 @@ RULES: tuple[Rule, ...] = (
         excuse="tf32_on",
         why="A {compute_dtype} matrix product ({flops:.3g} FLOP) takes {time_over_floor:.1f} times what the "
         "device's bfloat16 units need for the same work, and its tensor cores are {tensor_active:.0f} % busy.",
-        reference=f"{_ROOFLINE}; tensor pipes also run a few other instructions, hence 5 %: {_OWN}",
+        reference=f"{_ROOFLINE}; 30 %: {_OWN}. Fused attention in float32 forms its products from three of TF32, and "
+        "keeps tensor cores 9 % busy where bfloat16 would be far faster",
     ),
     Rule(
         name="tensor_core_idle_modelled",

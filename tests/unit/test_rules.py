@@ -244,7 +244,7 @@ def test_the_headroom_is_bounded_by_the_bytes_that_remain() -> None:
         product(target="aten.mul.Tensor"),
         product(flops=0.0),
         product(time_ns=1_000.0),
-        product(counters=True, tensor_active=30.0),
+        product(counters=True, tensor_active=30.1),
     ],
     ids=["16-bit", "16-bit in, float32 out", "no product", "no FLOPs", "at the 16-bit ceiling", "at work"],
 )
@@ -253,8 +253,9 @@ def test_tensor_cores_are_not_called_idle(row: dict[str, Any]) -> None:
 
 
 def test_with_counters_the_tensor_cores_themselves_are_asked() -> None:
-    item = found(label(profile(product(counters=True, tensor_active=0.2)), GPU), Axis.TENSOR_CORE_IDLE)
-    assert value(item, "tensor_active") == 0.2
+    for active in (0.2, 30.0):
+        item = found(label(profile(product(counters=True, tensor_active=active)), GPU), Axis.TENSOR_CORE_IDLE)
+        assert value(item, "tensor_active") == active
 
 
 def test_a_product_outside_of_the_graphs_is_told_by_its_kernels_name() -> None:
