@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,12 @@ from typing import Any
 
 from torch import fx
 
+from fxopt import bisect
+from fxopt.bisect import Bisection
+from fxopt.dump import Dumper
+from fxopt.fingerprints import canonical
 from fxopt.manager import SlotPass
-from fxopt.registry import ConfigPass, GraphPass, Pass, PassContext, PassReport, RuntimePass, Stage
+from fxopt.registry import ConfigPass, Configuration, GraphPass, Pass, PassContext, PassReport, RuntimePass, Stage
 from fxopt.torch_api import inductor
 
 
@@ -37,14 +42,14 @@ class Build:
         for report in self.reports:
             if not report.error and report.matched and not report.changed:
                 found.append(f"{report.name}: matched {report.matched}, but nothing changed")
-        if self.compiled.new_guards > 0 and self.passes:
+        if self.compiled.new_guards > 0 and any(report.changed for report in self.reports):
             found.append(f"it specialises a dynamic size ({self.compiled.new_guards} new shape guards)")
         return found
 
     @property
     def effective(self) -> bool:
-        """Whether every pass did something."""
-        return all(report.rewritten for report in self.reports)
+        """Whether every pass did something, or would have but for a bisection's limit."""
+        return all(r.rewritten or any(bisect.is_limit(reason) for _, reason in r.refused) for r in self.reports)
 
     @property
     def memory_bytes(self) -> int:
@@ -64,6 +69,8 @@ class Builder:
 
     patches: the Inductor options common to all. reports: where reports are kept for compilations that a cache serves
     (no pass body runs then), or None. check_weights: whether frozen code looks at the contents of its weights.
+    dumper: where each graph is written before and after each pass. bisection: counts the rewrites, and may deny some.
+    With either of them the caches are passed by, for the passes must run.
     """
 
     gm: fx.GraphModule
@@ -72,6 +79,8 @@ class Builder:
     context: PassContext
     reports: Path | None = None
     check_weights: bool = True
+    dumper: Dumper | None = None
+    bisection: Bisection | None = None
 
     def baseline(self) -> Build:
         """Inductor's own code, with its graph captured; its shape guards are the trace's own."""
@@ -83,37 +92,59 @@ class Builder:
         patches = dict(self.patches)
         freeze: frozenset[int] = frozenset()
         reports: dict[str, PassReport] = {}
-        configured: list[tuple[ConfigPass, list[int]]] = []
+        configured: list[tuple[ConfigPass, list[int], Configuration]] = []
         for p in passes:
             if isinstance(p, ConfigPass):
-                accepted, report = self._configure(p)
-                reports[p.name] = report
-                if report.error or not accepted:
+                reports[p.name], accepted, configuration = self._configure(p)
+                if configuration is None:
+                    self._dump(p, reports[p.name])
                     continue
-                configuration = p.configure(accepted, self.context)
                 patches.update(configuration.patches)
                 freeze |= configuration.freeze
-                configured.append((p, accepted))
+                configured.append((p, accepted, configuration))
         slots = self._slots(passes)
         compiled = self._compile(patches, slots, freeze, keep_guards)
-        for p, accepted in configured:
-            count = p.took_effect(compiled, accepted, self.context)
-            error = "" if count else f"asked for {len(accepted)}, not in effect in the compiled graph"
-            reports[p.name] = replace(reports[p.name], rewritten=count, changed=count > 0, error=error)
+        for p, accepted, configuration in configured:
+            reports[p.name] = self._took_effect(p, reports[p.name], compiled, accepted)
+            self._dump(p, reports[p.name], configuration)
         for slot in slots.values():
+            unseen = (("graph", f"Inductor did not run the stage {slot.stage.value} on this graph"),)
+            reports.update({p.name: PassReport(p.name, p.stage.value, refused=unseen) for p in slot.passes})
             reports.update({report.name: report for report in slot.reports})
         fn = self._runtime([p for p in passes if isinstance(p, RuntimePass)], compiled, reports)
         return Build(list(passes), fn, compiled, [reports[p.name] for p in passes])
 
-    def _configure(self, p: ConfigPass) -> tuple[list[int], PassReport]:
+    def _configure(self, p: ConfigPass) -> tuple[PassReport, list[int], Configuration | None]:
+        """What the pass asks for, None where it fails, accepts nothing or is denied; and the positions accepted."""
+        started = time.perf_counter()
         report = PassReport(p.name, p.stage.value)
         try:
             found = list(p.candidates(self.gm, self.inputs, self.context))
+            accepted = [position for position, candidate in found if not candidate.refused]
+            report = replace(
+                report, matched=len(accepted), refused=tuple((c.target, c.refused) for _, c in found if c.refused)
+            )
+            if accepted and self.bisection is not None and not self.bisection.take(p.name, "graph"):
+                report = replace(report, matched=0, refused=(*report.refused, ("graph", self.bisection.reason)))
+                accepted = []
+            configuration = p.configure(accepted, self.context) if accepted else None
         except Exception as error:
-            return [], replace(report, error=f"{type(error).__name__}: {error}")
-        accepted = [position for position, candidate in found if not candidate.refused]
-        refused = tuple((c.target, c.refused) for _, c in found if c.refused)
-        return accepted, replace(report, matched=len(accepted), refused=refused)
+            return replace(report, error=f"{type(error).__name__}: {error}"), [], None
+        return replace(report, seconds=time.perf_counter() - started), accepted, configuration
+
+    def _took_effect(
+        self, p: ConfigPass, report: PassReport, compiled: inductor.Compiled, accepted: Sequence[int]
+    ) -> PassReport:
+        try:
+            count = p.took_effect(compiled, accepted, self.context)
+        except Exception as error:
+            return replace(report, error=f"{type(error).__name__}: {error}")
+        missing = "" if count else f"asked for {len(accepted)}, not in effect in the compiled graph"
+        return replace(report, rewritten=count, changed=count > 0, error=missing)
+
+    def _dump(self, p: Pass, report: PassReport, configuration: Configuration | None = None) -> None:
+        if self.dumper is not None:
+            self.dumper.note(p, self.context, report, configuration)
 
     def _slots(self, passes: Sequence[Pass]) -> dict[str, SlotPass]:
         slots = {}
@@ -121,15 +152,19 @@ class Builder:
             mine = [p for p in passes if isinstance(p, GraphPass) and p.stage is stage]
             if mine:
                 installed = inductor.installed_pass(stage.value, self.patches)
-                slots[stage.value] = SlotPass(mine, self.context, stage, installed)
+                slots[stage.value] = SlotPass(
+                    mine, self.context, stage, installed, dumper=self.dumper, bisection=self.bisection
+                )
         return slots
 
     def _compile(
         self, patches: Mapping[str, Any], slots: Mapping[str, SlotPass], freeze: frozenset[int], keep_guards: bool
     ) -> inductor.Compiled:
-        kept = self._report_file(slots, freeze)
+        kept = self._report_file(patches, slots, freeze)
 
         def compile_once(caches: bool) -> inductor.Compiled:
+            for slot in slots.values():
+                slot.reports = []
             return inductor.compile_graph(
                 self.gm,
                 self.inputs,
@@ -140,25 +175,37 @@ class Builder:
                 keep_guards=keep_guards,
             )
 
+        if self.dumper is not None or self.bisection is not None:
+            return compile_once(caches=False)
         compiled = compile_once(caches=True)
         if slots and not all(slot.ran for slot in slots.values()):
             # A cache served the code. What the passes did then was written down, or has to be found out again.
             if not _read_reports(kept, slots):
                 compiled = compile_once(caches=False)
-        elif slots:
+        elif slots and not any(report.error for slot in slots.values() for report in slot.reports):
             _write_reports(kept, slots)
         return compiled
 
-    def _report_file(self, slots: Mapping[str, SlotPass], freeze: frozenset[int]) -> Path | None:
-        if self.reports is None or not slots:
+    def _report_file(
+        self, patches: Mapping[str, Any], slots: Mapping[str, SlotPass], freeze: frozenset[int]
+    ) -> Path | None:
+        """Where the reports of this very compilation are kept; None where no cache will ever serve it."""
+        uuids = {name: slot.uuid() for name, slot in slots.items()}
+        if self.reports is None or not slots or None in uuids.values():
             return None
-        from fxopt.identity import describe_input, graph_text
+        from fxopt import identity
 
-        digest = hashlib.sha256(graph_text(self.gm).encode())
-        digest.update(json.dumps([describe_input(value) for value in self.inputs], default=str).encode())
-        digest.update(json.dumps([[name, str(slot.uuid())] for name, slot in sorted(slots.items())]).encode())
-        digest.update(repr(sorted(freeze)).encode())
-        return self.reports / f"{digest.hexdigest()[:40]}.json"
+        parts = {
+            "graph": identity.graph_text(self.gm),
+            "inputs": [identity.describe_input(value) for value in self.inputs],
+            "passes": uuids,
+            "freeze": freeze,
+            "inductor": {key: identity._spell(value) for key, value in patches.items()},
+            "inductor_config": inductor.config_fingerprint(),
+            "versions": identity.versions(),
+            "flags": identity.torch_flags(),
+        }
+        return self.reports / f"{hashlib.sha256(canonical(parts).encode()).hexdigest()[:40]}.json"
 
     def _runtime(
         self, passes: Sequence[RuntimePass], compiled: inductor.Compiled, reports: dict[str, PassReport]
@@ -173,9 +220,12 @@ class Builder:
         compiled = replace(compiled, mutated=mutated)
         fn = compiled.fn
         for p in passes:
+            started = time.perf_counter()
             report = PassReport(p.name, p.stage.value)
             try:
                 reason = p.refuse(compiled, own, context)
+                if not reason and self.bisection is not None and not self.bisection.take(p.name, "graph"):
+                    reason = self.bisection.reason
                 if reason:
                     report = replace(report, refused=(("graph", reason),))
                 else:
@@ -185,7 +235,8 @@ class Builder:
                     report = replace(report, matched=1, rewritten=int(changed), changed=changed)
             except Exception as error:
                 report = replace(report, error=f"{type(error).__name__}: {error}")
-            reports[p.name] = report
+            reports[p.name] = replace(report, seconds=time.perf_counter() - started)
+            self._dump(p, reports[p.name])
         return replace(compiled, fn=fn).flat(self.inputs, self.check_weights)
 
 

@@ -8,68 +8,84 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.fx.traceback import NodeSource, NodeSourceAction
 
+import fxopt
+from fxopt import fingerprints, invariants
+from fxopt.bisect import Bisection
+from fxopt.dump import Dumper
+from fxopt.invariants import PROVENANCE_META
 from fxopt.registry import Candidate, GraphPass, InvariantError, PassContext, PassReport, Stage
-from fxopt.torch_api.inductor import CustomGraphPass, lowers
+from fxopt.torch_api import inductor, values
+from fxopt.torch_api.inductor import CustomGraphPass, InferenceAwareGraphPass
 
-#: meta that says where a node comes from; new nodes inherit it from the node they replace
-PROVENANCE_META = (
-    "stack_trace",
-    "nn_module_stack",
-    "source_fn_stack",
-    "original_aten",
-    "from_node",
-    "seq_nr",
-    "custom",
-)
+__all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "run_pass"]
 
 
 def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) -> str:
-    """Digest of everything that decides what the passes do to a graph: sources, options, labels, device, order."""
+    """Digest of everything that decides what the passes do to a graph: their sources and options, their order, all that
+    the context tells them, and what runs and checks them.
+    """
     parts = {
-        "stage": stage.value,
+        "stage": stage,
         "passes": [(p.name, p.fingerprint()) for p in passes],
-        "labels": [[label.axis.value, sorted(label.nodes)] for label in context.labels],
-        "device": str(context.device),
-        "budget": repr(context.budget),
-        "units": sorted(context.matrix_units),
-        "flags": [context.session, context.grad, context.dynamic],
+        "context": context,
+        "framework": [fxopt.__version__, _framework()],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(fingerprints.canonical(parts).encode()).hexdigest()
 
 
-class SlotPass(CustomGraphPass):
+def _framework() -> list[str]:
+    modules = (__name__, "fxopt.registry", "fxopt.invariants", "fxopt.effects", "fxopt.torch_api.values")
+    return [fingerprints.module_digest(name) for name in modules]
+
+
+class SlotPass(InferenceAwareGraphPass):
     """The passes of one stage as one Inductor custom pass, after whatever a user has already put in the slot.
 
     Inductor's slot has one owner in torch 2.11; so the user's pass is called first and its uuid is part of ours.
+    Inductor calls it for the graph, and before that for each graph inside it (the branches of a condition): `reports`
+    holds what the passes did in all of them together.
     """
 
-    def __init__(self, passes: Sequence[GraphPass], context: PassContext, stage: Stage, installed: Any = None) -> None:
+    def __init__(
+        self,
+        passes: Sequence[GraphPass],
+        context: PassContext,
+        stage: Stage,
+        installed: Any = None,
+        *,
+        dumper: Dumper | None = None,
+        bisection: Bisection | None = None,
+    ) -> None:
         self.passes = tuple(passes)
         self.context = context
         self.stage = stage
         self.installed: tuple[Any, ...] = (
             () if installed is None else tuple(installed) if isinstance(installed, (list, tuple)) else (installed,)
         )
+        self.dumper = dumper
+        self.bisection = bisection
         self.reports: list[PassReport] = []
-        self.ran = False
         self._uuid = chain_uuid(passes, context, stage)
 
-    def __call__(self, graph: fx.Graph) -> None:
+    @property
+    def ran(self) -> bool:
+        """Whether the passes ran; where a cache serves the code, they do not."""
+        return bool(self.reports)
+
+    def __call__(self, graph: fx.Graph, is_inference: bool | None = None) -> None:
         for other in self.installed:
-            other(graph)
-        self.ran = True
-        self.reports = [run_pass(p, graph, self.context) for p in self.passes]
+            inductor.call_custom(other, graph, is_inference)
+        reports = [run_pass(p, graph, self.context, self.dumper, self.bisection) for p in self.passes]
+        self.reports = [_together(*pair) for pair in zip(self.reports, reports, strict=True)] if self.ran else reports
 
     def uuid(self) -> Any:
         """None, which makes Inductor skip its caches, where a user's pass has no uuid of its own."""
@@ -79,39 +95,171 @@ class SlotPass(CustomGraphPass):
             if uuid is None:
                 return None
             others.append(str(uuid))
-        return f"fxopt:{self._uuid}:{':'.join(others)}"
+        return f"fxopt:{self._uuid}:{fingerprints.canonical(others)}"
 
 
-def run_pass(p: GraphPass, graph: fx.Graph, context: PassContext) -> PassReport:
-    """Run one pass on `graph`, in place, if a trial on a copy holds every invariant. Never raises for the pass."""
-    report = PassReport(name=p.name, stage=p.stage.value)
-    try:
-        found = list(p.candidates(graph, context))
-        accepted = [c for c in found if not c.refused]
-        report = replace(
-            report,
-            matched=len(accepted),
-            refused=tuple((c.target, c.refused) for c in found if c.refused),
+def run_pass(
+    p: GraphPass,
+    graph: fx.Graph,
+    context: PassContext,
+    dumper: Dumper | None = None,
+    bisection: Bisection | None = None,
+) -> PassReport:
+    """Run one pass on `graph`, in place, if a trial on a copy holds every invariant. Never raises for the pass.
+
+    A pass that fails leaves the graph, and the attributes of the module that owns it, as they were. dumper: where the
+    graph before and after is written; bisection: counts the candidates, and may deny some.
+    """
+    started = time.perf_counter()
+    dump = dumper.begin(p, graph, context) if dumper is not None else None
+    attempt = _Attempt(p, graph, context, bisection)
+    if inductor.observe(graph.owning_module, p.name, attempt.run) is None:
+        attempt.report = replace(
+            attempt.report, refused=(("graph", "torch._inductor.config.disabled_passes names this pass"),)
         )
-        if not accepted:
-            return report
-        trial = _copy(graph)
-        rewritten = _apply(p, trial, accepted, context)
-        if rewritten == 0 or _text(trial) == _text(graph):
-            raise InvariantError(f"{len(accepted)} candidates accepted, but the graph is as it was")
-        _check(graph, trial)
-        p.ensures(trial, context)
-        _transplant(trial, graph)
-        return replace(report, rewritten=rewritten, changed=True)
-    except Exception as error:
-        return replace(report, error=f"{type(error).__name__}: {error}")
+    report = replace(attempt.report, seconds=time.perf_counter() - started)
+    if dump is not None:
+        dump.end(report, attempt.trial if report.error else graph)
+    return report
+
+
+class _Attempt:
+    """One run of one pass: on a copy of the graph, which takes its place if it holds every invariant."""
+
+    def __init__(self, p: GraphPass, graph: fx.Graph, context: PassContext, bisection: Bisection | None) -> None:
+        self.p = p
+        self.graph = graph
+        self.context = context
+        self.bisection = bisection
+        self.trial = graph
+        self.report = PassReport(p.name, p.stage.value)
+        self._seen: list[tuple[Any, ...]] = []  # the trial's nodes and calls as they were last
+
+    def run(self) -> bool:
+        """True. What happened is in `report`, and after an error the graph that was refused in `trial`."""
+        held = _Attributes(self.graph.owning_module)
+        try:
+            self.trial = _copy(self.graph)
+            accepted = self._candidates()
+            rewritten = self._rewrite(accepted)
+            if rewritten:
+                self._check(rewritten)
+                inductor.replace_nodes(self.graph, self.trial)
+        except Exception as error:
+            held.restore()
+            self.report = replace(self.report, error=f"{type(error).__name__}: {error}")
+        return True
+
+    def _candidates(self) -> list[Candidate]:
+        self._seen = _snapshot(self.trial)
+        found = list(self.p.candidates(self.trial, self.context))
+        if _snapshot(self.trial) != self._seen:
+            raise InvariantError("candidates() changed the graph, which is for rewrite() to do")
+        accepted = [c for c in found if not c.refused]
+        refused = tuple((c.target, c.refused) for c in found if c.refused)
+        self.report = replace(self.report, matched=len(accepted), refused=refused)
+        return accepted
+
+    def _rewrite(self, accepted: Sequence[Candidate]) -> int:
+        """Rewrite each accepted candidate; returns how many changed the graph."""
+        names = {node.name for node in self.graph.nodes}
+        rewritten = 0
+        for candidate in accepted:
+            node = next((n for n in self.trial.nodes if n.name == candidate.target), None)
+            if node is not None:
+                if self.bisection is None or self.bisection.take(self.p.name, candidate.target):
+                    rewritten += self._change(node)
+                else:
+                    self._leave(candidate, self.bisection.reason)
+            elif candidate.target in names:
+                self._leave(candidate, "an earlier rewrite of this pass took it away")
+            else:
+                raise InvariantError(f"candidate {candidate.target} is not in the graph")
+        if self.report.matched:
+            self._change(None)
+            invariants.lint(self.trial)
+            self.trial.eliminate_dead_code()
+            if rewritten == 0 or _text(self.trial) == _text(self.graph):
+                raise InvariantError(f"{self.report.matched} candidates accepted, but the graph is as it was")
+        return rewritten
+
+    def _leave(self, candidate: Candidate, reason: str) -> None:
+        refused = (*self.report.refused, (candidate.target, reason))
+        self.report = replace(self.report, matched=self.report.matched - 1, refused=refused)
+
+    def _change(self, node: fx.Node | None) -> bool:
+        """Rewrite the candidate at `node`, or finish where that is None; whether the graph changed."""
+        known = {call[0] for call in self._seen}
+        own = [] if node is None else [_provenance(node, self.p.name)]
+        if node is None:
+            self.p.finish(self.trial, self.context)
+        else:
+            self.p.rewrite(self.trial, node, self.context)
+        made = [n for n in self.trial.nodes if n not in known]
+        for new in made:
+            around = [_provenance(n, self.p.name) for n in (*new.all_input_nodes, *new.users)]
+            # The first of which something is known beyond its name; but what it was made from is the candidate.
+            found = max([*own, *around], key=lambda provenance: len(provenance) > 1, default={})
+            if own:
+                found = {**found, "from_node": own[0]["from_node"]}
+            for key, value in found.items():
+                new.meta.setdefault(key, value)
+            # torch's observer names no source for a node that replaces none.
+            if found and not any(source.name for source in new.meta["from_node"]):
+                new.meta["from_node"] = found["from_node"]
+        values.fill(self.trial, made)
+        before, self._seen = self._seen, _snapshot(self.trial)
+        return self._seen != before
+
+    def _check(self, rewritten: int) -> None:
+        invariants.check(self.graph, self.trial)
+        checked = _snapshot(self.trial)
+        self.p.ensures(self.trial, self.context)
+        if _snapshot(self.trial) != checked:
+            raise InvariantError("ensures() changed the graph, which is for rewrite() and finish() to do")
+        old, new = ({node.name for node in graph.nodes} for graph in (self.graph, self.trial))
+        self.report = replace(
+            self.report, rewritten=rewritten, changed=True, created=len(new - old), erased=len(old - new)
+        )
+
+
+def _provenance(node: fx.Node, pass_name: str) -> dict[str, Any]:
+    """What a node that a pass makes from `node` inherits: all that is known of `node`, and that it comes from it."""
+    found = {key: node.meta[key] for key in PROVENANCE_META if node.meta.get(key) is not None}
+    return {**found, "from_node": [NodeSource(node, pass_name, NodeSourceAction.CREATE)]}
+
+
+class _Attributes:
+    """The tensors and modules that a graph's module holds, to be put back if a pass that added some is undone."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._held = {name: dict(held) for name, held in self._dicts()}
+
+    def _dicts(self) -> list[tuple[str, dict[str, Any]]]:
+        if not isinstance(self._module, torch.nn.Module):
+            return []
+        return [(name, vars(self._module)[name]) for name in ("_parameters", "_buffers", "_modules")]
+
+    def restore(self) -> None:
+        for name, now in self._dicts():
+            now.clear()
+            now.update(self._held[name])
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same node names; values and provenance are shared, not copied."""
+    """A copy with the same node names; values and provenance are shared, but not the lists that hold them."""
     copied = copy.deepcopy(graph)
     copied.owning_module = graph.owning_module
+    for node in copied.nodes:
+        for key, value in node.meta.items():
+            if type(value) in (list, dict):
+                node.meta[key] = copy.copy(value)
     return copied
+
+
+def _snapshot(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def _text(graph: fx.Graph) -> str:
@@ -127,134 +275,17 @@ def _text(graph: fx.Graph) -> str:
     )
 
 
-def _apply(p: GraphPass, graph: fx.Graph, accepted: Sequence[Candidate], context: PassContext) -> int:
-    """Rewrite each accepted candidate; returns how many changed the graph."""
-    rewritten = 0
-    for candidate in accepted:
-        node = next((n for n in graph.nodes if n.name == candidate.target), None)
-        if node is None:
-            raise InvariantError(f"candidate {candidate.target} is not in the graph")
-        before = set(graph.nodes)
-        origin = {key: node.meta[key] for key in PROVENANCE_META if key in node.meta}
-        p.rewrite(graph, node, context)
-        new = [n for n in graph.nodes if n not in before]
-        for n in new:
-            for key, value in origin.items():
-                n.meta.setdefault(key, value)
-        rewritten += bool(new) or node not in set(graph.nodes)
-    p.finish(graph, context)
-    graph.eliminate_dead_code()
-    return rewritten
-
-
-def _check(before: fx.Graph, after: fx.Graph) -> None:
-    """The invariants of every pass. Raises InvariantError naming the node and the rule."""
-    try:
-        after.lint()
-    except Exception as error:
-        raise InvariantError(f"the graph no longer lints: {error}") from error
-    inputs_before = [n for n in before.nodes if n.op == "placeholder"]
-    inputs_after = [n for n in after.nodes if n.op == "placeholder"]
-    if [n.name for n in inputs_before] != [n.name for n in inputs_after]:
-        raise InvariantError("the graph's inputs changed")
-    for kind, pick in (("writes to memory", _mutates), ("draws random numbers", _random)):
-        old, new = ([str(n.target) for n in g.nodes if pick(n)] for g in (before, after))
-        if old != new:
-            place = next(i for i, (a, b) in enumerate(zip_longest(old, new)) if a != b)
-            one, other = (names[place] if place < len(names) else "nothing" for names in (old, new))
-            raise InvariantError(
-                f"what {kind} changed: {len(old)} nodes became {len(new)}, and number {place} {one} became {other}"
-            )
-    known = {n.target for n in before.nodes}
-    for node in after.nodes:
-        if node.op == "call_function" and node.target not in known and not lowers(node.target):
-            raise InvariantError(
-                f"{node.name}: {node.target} is decomposed before this stage, and Inductor has no lowering for one "
-                "that a pass puts here; write what it decomposes into"
-            )
-    _propagate(inputs_after, after)
-    for node in after.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            raise InvariantError(f"{node.name}: no value is known for it")
-    old_out, new_out = (pytree.tree_leaves(g.output_node().args) for g in (before, after))
-    if len(old_out) != len(new_out):
-        raise InvariantError(f"{len(old_out)} outputs became {len(new_out)}")
-    for index, (a, b) in enumerate(zip(old_out, new_out, strict=True)):
-        if isinstance(a, fx.Node) != isinstance(b, fx.Node):
-            raise InvariantError(f"output {index} changed its kind")
-        if isinstance(a, fx.Node):
-            _same_output(index, a, b)
-
-
-def _same_output(index: int, a: fx.Node, b: fx.Node) -> None:
-    old, new = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return
-    for what, x, y in (
-        ("dtype", old.dtype, new.dtype),
-        ("shape", tuple(old.shape), tuple(new.shape)),
-        ("stride", tuple(old.stride()), tuple(new.stride())),
-        ("device", old.device, new.device),
-    ):
-        if x != y:
-            raise InvariantError(f"output {index} ({b.name}): {what} {x} became {y}")
-    if (a.op == "placeholder" or b.op == "placeholder") and a.name != b.name:
-        raise InvariantError(f"output {index}: {a.name} became {b.name}, so what it aliases changed")
-
-
-def _propagate(inputs: Sequence[fx.Node], graph: fx.Graph) -> None:
-    """Recompute every value under fake tensors: what a pass claims in `meta` is not taken on trust."""
-    values: list[Any] = [n.meta.get("val") for n in inputs]
-    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
-    if mode is None or graph.owning_module is None:
-        return
-    module = fx.GraphModule(graph.owning_module, graph)
-    try:
-        with mode, mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else _nothing():
-            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)
-    except Exception as error:
-        raise InvariantError(f"the rewritten graph cannot be evaluated: {error}") from error
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-def _transplant(source: fx.Graph, graph: fx.Graph) -> None:
-    """Make `graph`, which Inductor holds on to, hold the nodes of `source`, under the same names."""
-    for node in reversed(list(graph.nodes)):
-        graph.erase_node(node)
-    graph._graph_namespace = fx.graph._Namespace()
-    copied: dict[fx.Node, fx.Node] = {}
-    outputs = graph.graph_copy(source, copied)
-    old = source.output_node()
-    graph.output(outputs, type_expr=old.type).meta = dict(old.meta)
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _random(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == "dropout_p":  # attention is tagged for its dropout alone
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
-            return bool((argument.default_value if given is None else given) != 0)
-    return True
-
-
-def failures(reports: Sequence[PassReport]) -> list[str]:
-    """One line for each pass that was undone."""
-    return [f"{r.name}: {r.error}" for r in reports if r.error]
-
-
-def reports_to_json(reports: Sequence[PassReport]) -> list[Mapping[str, Any]]:
-    return [r.to_json() for r in reports]
-
-
-__all__ = ["SlotPass", "chain_uuid", "failures", "reports_to_json", "run_pass"]
+def _together(first: PassReport, second: PassReport) -> PassReport:
+    """What one pass did in two graphs of one compilation."""
+    return PassReport(
+        first.name,
+        first.stage,
+        matched=first.matched + second.matched,
+        rewritten=first.rewritten + second.rewritten,
+        refused=first.refused + second.refused,
+        changed=first.changed or second.changed,
+        error="; ".join(filter(None, (first.error, second.error))),
+        created=first.created + second.created,
+        erased=first.erased + second.erased,
+        seconds=first.seconds + second.seconds,
+    )

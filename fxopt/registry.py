@@ -20,15 +20,16 @@ Packages of passes are found through the entry point group `fxopt.passes`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import importlib.metadata
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from fxopt.fingerprints import canonical, source_digest
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,8 @@ class PassReport:
 
     matched: candidates accepted; rewritten: candidates that were rewritten, checked against the graph itself;
     refused: (target, reason) for each one left alone; changed: whether the graph, configuration or callable differs;
-    error: why the pass was undone, "" if it was not.
+    error: why the pass was undone, "" if it was not. created, erased: nodes that the graph has and had; seconds: time
+    that the pass took, with the checks.
     """
 
     name: str
@@ -77,6 +79,9 @@ class PassReport:
     refused: tuple[tuple[str, str], ...] = ()
     changed: bool = False
     error: str = ""
+    created: int = 0
+    erased: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -119,16 +124,26 @@ class PassContext:
     def answers(self, node: fx.Node, axes: Iterable[Axis]) -> bool:
         """Whether `node`, at any stage, stands for a labelled post-grad node.
 
-        By name, which joint and post-grad graphs share unless Inductor rewrote the node; then by the pre-grad
-        nodes that both come from.
+        By name, which joint and post-grad graphs share unless Inductor or a pass rewrote the node; then by the
+        pre-grad nodes that both come from.
         """
         names = self.labelled(axes)
         if node.name in names:
             return True
         if node.name in self.origins:
             return False
-        own = {source.name for source in node.meta.get("from_node", ())}
+        sources = node.meta.get("from_node", ())
+        own = {source.name for source in sources}.union(*map(_origins, sources)) - {""}
         return bool(own) and any(own.intersection(self.origins.get(name, ())) for name in names)
+
+
+def _origins(source: Any) -> Iterator[str]:
+    """Names at the ends of one of torch's NodeSource chains, where the pre-grad nodes are."""
+    earlier = getattr(source, "from_node", ())
+    if not earlier:
+        yield source.name
+    for one in earlier:
+        yield from _origins(one)
 
 
 @dataclass(frozen=True)
@@ -169,23 +184,10 @@ class Pass:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def fingerprint(self) -> str:
-        """Digest of the source and the options: an edited pass is another pass."""
-        try:
-            source = Path(inspect.getfile(type(self))).read_bytes()
-        except (OSError, TypeError):  # defined in a REPL or a notebook cell
-            source = type(self).__qualname__.encode() + _code_bytes(type(self))
-        digest = hashlib.sha256(source)
-        digest.update(repr(sorted(self.options().items())).encode())
-        return digest.hexdigest()
-
-
-def _code_bytes(cls: type) -> bytes:
-    parts = []
-    for value in vars(cls).values():
-        code = getattr(value, "__code__", None)
-        if code is not None:
-            parts.append(code.co_code + repr(code.co_consts).encode())
-    return b"".join(parts)
+        """Digest of the source, with what it imports from its own package, and of the options: an edited pass is
+        another pass.
+        """
+        return hashlib.sha256(f"{source_digest(type(self))} {canonical(self.options())}".encode()).hexdigest()
 
 
 class GraphPass(Pass):
@@ -255,20 +257,44 @@ P = TypeVar("P", bound=type[Pass])
 
 def register(cls: P) -> P:
     """Class decorator: make a pass known by its name. Registering the same class again is harmless."""
-    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise RegistryError(f"{cls.__qualname__}: a pass must be a frozen dataclass; put @dataclass(frozen=True) on it")
-    if not cls.name:
-        raise RegistryError(f"{cls.__qualname__}: a pass needs a class attribute `name`")
-    if not isinstance(getattr(cls, "stage", None), Stage):
-        raise RegistryError(f"{cls.name}: `stage` must be one of {[s.value for s in Stage]}")
+    _check_declaration(cls)
     other = _registered.get(cls.name)
     if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise RegistryError(
             f"two passes are named {cls.name!r}: {other.__module__}.{other.__qualname__} and "
             f"{cls.__module__}.{cls.__qualname__}; rename one"
         )
+    source_digest(cls)  # remembers the text that was loaded, before anybody edits the file
     _registered[cls.name] = cls
     return cls
+
+
+#: The stages that passes of each kind work at.
+_STAGES: dict[type[Pass], tuple[Stage, ...]] = {
+    GraphPass: (Stage.JOINT, Stage.POST_GRAD),
+    ConfigPass: (Stage.CONFIG,),
+    RuntimePass: (Stage.RUNTIME,),
+}
+
+
+def _check_declaration(cls: Any) -> None:
+    """What would otherwise go wrong while somebody's model is tuned."""
+    where = getattr(cls, "__qualname__", repr(cls))
+    stages = next((stages for kind, stages in _STAGES.items() if isinstance(cls, type) and issubclass(cls, kind)), None)
+    if stages is None:
+        raise RegistryError(f"{where}: a pass is a class derived from GraphPass, ConfigPass or RuntimePass")
+    parameters = vars(cls).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise RegistryError(f"{where}: a pass must be a frozen dataclass; put @dataclass(frozen=True) on it")
+    if not cls.name:
+        raise RegistryError(f"{where}: a pass needs a class attribute `name`")
+    if getattr(cls, "stage", None) not in stages:
+        raise RegistryError(f"{cls.name}: `stage` must be one of {', '.join(map(str, stages))} for this kind of pass")
+    if getattr(cls, "precision", None) is None:
+        raise RegistryError(f"{cls.name}: `precision` must say what it needs, such as Precision.FP32")
+    for option in dataclasses.fields(cls):
+        if option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING:
+            raise RegistryError(f"{cls.name}: the option `{option.name}` needs a default")
 
 
 def unregister(name: str) -> None:
@@ -279,16 +305,18 @@ def unregister(name: str) -> None:
 def discover() -> dict[str, type[Pass]]:
     """All passes by name: those registered and those of the entry point group `fxopt.passes`.
 
-    An entry point that fails to load is skipped with a warning that names it: one broken package must not take
+    What counts is the name that the class declares, not that of the entry point. An entry point that fails to load, or
+    whose pass has the name of another one, is skipped with a warning that names it: one broken package must not take
     the others away.
     """
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in _registered:
-            continue
         try:
             register(point.load())
         except Exception as error:
-            warnings.warn(f"fxopt: the pass {point.name!r} ({point.value}) cannot be loaded: {error}", stacklevel=2)
+            package = f" of {point.dist.name}" if point.dist is not None else ""
+            warnings.warn(
+                f"fxopt: the pass {point.name!r} ({point.value}{package}) cannot be loaded: {error}", stacklevel=2
+            )
     return dict(_registered)
 
 
@@ -297,9 +325,19 @@ def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
     known = discover()
     for name in (*(names or ()), *disable):
         if name not in known:
-            raise RegistryError(f"no pass is named {name!r}; known passes: {', '.join(sorted(known))}")
+            near = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise RegistryError(f"no pass is named {name!r}; {hint}known passes: {', '.join(sorted(known))}")
     chosen = [name for name in (names if names is not None else sorted(known)) if name not in set(disable)]
     return order([known[name]() for name in chosen])
+
+
+def inapplicable(p: Pass, context: PassContext) -> str:
+    """Why `p` cannot be used, "" if it can; an error that it raises over the question is a reason as well."""
+    try:
+        return p.applicable(context)
+    except Exception as error:
+        return f"its applicable() raised {type(error).__name__}: {error}"
 
 
 def order(passes: Sequence[Pass]) -> list[Pass]:
@@ -323,7 +361,10 @@ def order(passes: Sequence[Pass]) -> list[Pass]:
     while left:
         ready = next((name for name in left if follows[name] <= set(done)), None)
         if ready is None:
-            raise RegistryError(f"the order constraints of these passes form a cycle: {_cycle(follows, left)}")
+            raise RegistryError(
+                f"the order constraints of these passes form a cycle: {_cycle(follows, left)} (each must come after "
+                "the next); take one of these constraints out"
+            )
         left.remove(ready)
         done.append(ready)
     return [by_name[name] for name in done]

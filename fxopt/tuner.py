@@ -279,7 +279,7 @@ class Tuner:
             axes = ", ".join(sorted({label.axis.value for label in mine}))
             nodes = len({name for label in mine for name in label.nodes}) or 1
             what = f"it would answer {axes} on {nodes} nodes (headroom {headroom:.0f} us)"
-            reason = p.applicable(context)
+            reason = registry.inapplicable(p, context)
             if not reason and not self.budget.allows(p.precision):
                 reason = f"needs precision={p.precision.value!r}, and {self.options.precision!r} was asked for"
             if reason:

@@ -9,17 +9,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch._inductor.custom_graph_pass as custom_graph_pass
 from torch import fx
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from fxopt.frozen import FrozenCode
 from fxopt.torch_api import dynamo
+
+T = TypeVar("T")
 
 #: Inductor's slots that take a pass over an fx.Graph, by fxopt's name of the stage.
 SLOTS = {"joint": "joint_custom_pre_pass", "post_grad": "post_grad_custom_pre_pass"}
@@ -28,6 +32,8 @@ __all__ = [
     "SLOTS",
     "Compiled",
     "CustomGraphPass",
+    "InferenceAwareGraphPass",
+    "call_custom",
     "compile_graph",
     "compile_plain",
     "config_fingerprint",
@@ -35,7 +41,12 @@ __all__ = [
     "installed_pass",
     "list_modes",
     "lowers",
+    "observe",
+    "replace_nodes",
 ]
+
+#: A custom pass that Inductor tells at the post-grad stage whether the graph is for inference; torch 2.11 has none.
+InferenceAwareGraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 @dataclass
@@ -109,6 +120,55 @@ def lowers(target: Any) -> bool:
     from torch._inductor.lowering import lowerings
 
     return target in lowerings or target not in select_decomp_table()
+
+
+def call_custom(custom: Any, graph: fx.Graph, is_inference: bool | None) -> None:
+    """Call a custom pass as Inductor does; `is_inference` is None where Inductor does not say."""
+    if is_inference is not None and isinstance(custom, InferenceAwareGraphPass):
+        custom(graph, is_inference=is_inference)
+    else:
+        custom(graph)
+
+
+@contextlib.contextmanager
+def _unobserved(module: Any) -> Iterator[None]:
+    """Without what others want to be told of the nodes made and erased in graphs of `module`."""
+    held = {name: vars(module)[name] for name in _OBSERVERS if name in vars(module)}
+    try:
+        for name in held:
+            setattr(module, name, [])
+        yield
+    finally:
+        for name, observers in held.items():
+            setattr(module, name, observers)
+
+
+_OBSERVERS = ("_create_node_hooks", "_erase_node_hooks", "_replace_hooks")
+
+
+def observe(module: Any, name: str, run: Callable[[], T]) -> T | None:
+    """Call `run` as Inductor runs a pass of its own: under an observer of that name, which times it in torch's own
+    record of the compilation and extends `from_node` of the nodes made; None where Inductor's `disabled_passes` has the
+    name, and `run` was not called.
+
+    module: what owns the graph, or the copies of it, that `run` rewrites. The observer of the slot as a whole, which
+    would put the slot's name to the same nodes, is not told of them.
+    """
+    if not isinstance(module, fx.GraphModule):
+        return run()
+    with _unobserved(module):
+        return GraphTransformObserver(module, name).apply_graph_pass(lambda graph: run())
+
+
+def replace_nodes(graph: fx.Graph, source: fx.Graph) -> None:
+    """Make `graph`, which somebody holds on to, hold the nodes of `source`, under the same names."""
+    with _unobserved(graph.owning_module) if graph.owning_module is not None else contextlib.nullcontext():
+        for node in reversed(list(graph.nodes)):
+            graph.erase_node(node)
+        graph._graph_namespace = fx.graph._Namespace()
+        outputs = graph.graph_copy(source, {})
+        old = source.output_node()
+        graph.output(outputs, type_expr=old.type).meta = dict(old.meta)
 
 
 class _Capture:

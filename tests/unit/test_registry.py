@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from fxopt import registry
-from fxopt.registry import GraphPass, PassReport, RegistryError, Stage
+from fxopt.registry import ConfigPass, GraphPass, PassReport, RegistryError, RuntimePass, Stage
+from fxopt.verify import Precision
 
 
 def make(name: str, stage: Stage = Stage.JOINT, after: tuple[str, ...] = (), before: tuple[str, ...] = ()):
@@ -34,8 +42,13 @@ def test_a_constraint_on_an_absent_pass_is_no_constraint():
 
 
 def test_a_cycle_is_named():
-    with pytest.raises(RegistryError, match="cycle: a -> b -> a"):
+    with pytest.raises(RegistryError, match=r"cycle: a -> b -> a .*take one of these constraints out"):
         registry.order([make("a", after=("b",)), make("b", after=("a",)), make("c")])
+    with pytest.raises(RegistryError, match="cycle: b -> d -> c -> b "):  # whatever hangs on to it
+        b, c, d = make("b", after=("d",)), make("c", after=("b",), before=("d",)), make("d")
+        registry.order([make("a", after=("b",)), b, c, d])
+    with pytest.raises(RegistryError, match="cycle: a -> a "):
+        registry.order([make("a", after=("a",))])
 
 
 def test_a_constraint_against_the_stages_is_refused():
@@ -43,17 +56,45 @@ def test_a_constraint_against_the_stages_is_refused():
         registry.order([make("early", after=("late",)), make("late", Stage.RUNTIME)])
 
 
-def test_a_pass_must_be_a_frozen_dataclass_with_a_name_and_a_stage():
-    class Plain(GraphPass):
-        name = "plain"
-        stage = Stage.JOINT
+def declared(kind: type = GraphPass, fields: dict[str, Any] | None = None, **attributes: Any) -> type:
+    attributes = {"name": "declared", "stage": Stage.JOINT, "precision": Precision.FP32, **attributes}
+    namespace = {key: value for key, value in attributes.items() if value is not None}
+    return dataclass(frozen=True)(type("Declared", (kind,), {"__annotations__": fields or {}, **namespace}))
 
-    with pytest.raises(RegistryError, match="name"):
-        registry.register(dataclass(frozen=True)(type("Nameless", (GraphPass,), {"stage": Stage.JOINT})))
-    with pytest.raises(RegistryError, match="stage"):
-        registry.register(dataclass(frozen=True)(type("Stageless", (GraphPass,), {"name": "stageless"})))
-    with pytest.raises(RegistryError, match="frozen dataclass"):
-        registry.register(type("NotAPass", (), {"name": "x"}))
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: declared(name=None), "Declared: a pass needs a class attribute `name`"),
+        (lambda: declared(stage=None), "declared: `stage` must be one of Stage.JOINT, Stage.POST_GRAD"),
+        (lambda: declared(stage="joint_graph"), "declared: `stage` must be one of"),
+        (lambda: declared(stage=Stage.CONFIG), "declared: `stage` must be one of Stage.JOINT, Stage.POST_GRAD"),
+        (lambda: declared(ConfigPass), "declared: `stage` must be one of Stage.CONFIG"),
+        (lambda: declared(RuntimePass), "declared: `stage` must be one of Stage.RUNTIME"),
+        (lambda: declared(precision=None), "declared: `precision` must say what it needs"),
+        (lambda: declared(fields={"block": "int"}), "declared: the option `block` needs a default"),
+        (lambda: type("Plain", (GraphPass,), {"name": "plain"}), "Plain: a pass must be a frozen dataclass"),
+        (lambda: dataclass(type("Loose", (), {"name": "x"})), "Loose: a pass is a class derived from GraphPass"),
+        (lambda: registry, "module 'fxopt.registry'.*: a pass is a class derived from"),
+    ],
+    ids=[
+        "no name",
+        "no stage",
+        "no such stage",
+        "a stage of another kind",
+        "a config pass elsewhere",
+        "a runtime pass elsewhere",
+        "no precision",
+        "an option without default",
+        "no dataclass",
+        "no pass",
+        "no class",
+    ],
+)
+def test_what_a_pass_lacks_is_said_when_it_is_registered(made, message):
+    with pytest.raises(RegistryError, match=message):
+        registry.register(made())
+    assert "declared" not in registry._registered
 
 
 def test_two_passes_of_one_name_are_refused():
@@ -61,16 +102,16 @@ def test_two_passes_of_one_name_are_refused():
     class One(GraphPass):
         name: ClassVar[str] = "same_name"
         stage: ClassVar[Stage] = Stage.JOINT
+        precision: ClassVar[Precision] = Precision.FP32
 
     @dataclass(frozen=True)
-    class Two(GraphPass):
-        name: ClassVar[str] = "same_name"
-        stage: ClassVar[Stage] = Stage.JOINT
+    class Two(One):
+        pass
 
     registry.register(One)
     try:
         registry.register(One)
-        with pytest.raises(RegistryError, match="two passes are named 'same_name'"):
+        with pytest.raises(RegistryError, match=r"two passes are named 'same_name': .*One and .*Two; rename one"):
             registry.register(Two)
     finally:
         registry.unregister("same_name")
@@ -79,8 +120,81 @@ def test_two_passes_of_one_name_are_refused():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(RegistryError, match=r"no pass is named 'nope'.*cuda_graphs"):
         registry.select(["nope"], [])
-    with pytest.raises(RegistryError, match="no pass is named 'nope'"):
+    with pytest.raises(RegistryError, match="no pass is named 'nope'; known"):
         registry.select(None, ["nope"])
+
+
+def test_an_unknown_name_suggests_those_that_it_may_stand_for():
+    with pytest.raises(RegistryError, match="no pass is named 'cuda_graph'; did you mean 'cuda_graphs'"):
+        registry.select(["cuda_graph"], [])
+
+
+def test_a_pass_that_cannot_say_whether_it_applies_gives_that_as_the_reason():
+    def raises(self, context):
+        raise ValueError("no such field")
+
+    p = declared(applicable=raises)()
+    assert registry.inapplicable(p, None) == "its applicable() raised ValueError: no such field"
+    assert registry.inapplicable(declared(applicable=lambda self, context: "no")(), None) == "no"
+
+
+# -- entry points -----------------------------------------------------------------------------------------------------
+
+
+class Points:
+    """Entry points beside fxopt's own, as importlib.metadata gives them."""
+
+    def __init__(self, monkeypatch):
+        self.own = list(importlib.metadata.entry_points(group=registry.ENTRY_POINT_GROUP))
+        self.more: list[importlib.metadata.EntryPoint] = []
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [*self.own, *self.more])
+        monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    def add(self, name: str, value: str) -> None:
+        self.more.append(importlib.metadata.EntryPoint(name, value, registry.ENTRY_POINT_GROUP))
+
+
+@pytest.fixture
+def points(monkeypatch):
+    return Points(monkeypatch)
+
+
+Installed = declared(name="installed")
+Usurper = declared(name="cuda_graphs")
+Usurper.__qualname__ = "Usurper"
+
+
+def test_the_name_that_counts_is_the_one_that_the_class_declares(points):
+    points.add("my-package-pass", f"{__name__}:Installed")
+    known = registry.discover()
+    assert known["installed"] is Installed and "my-package-pass" not in known
+    assert registry.discover() == known
+    assert "installed" in names(registry.select(None, []))
+
+
+def test_a_broken_entry_point_is_named_and_the_others_are_there(points):
+    points.add("absent", "no_such_module:Pass")
+    points.add("half", f"{__name__}:no_such_attribute")
+    points.add("odd", f"{__name__}:names")
+    points.add("installed", f"{__name__}:Installed")
+    with pytest.warns(UserWarning) as said:
+        known = registry.discover()
+    assert {"installed", "cuda_graphs", "freeze_weights"} <= set(known)
+    messages = [str(one.message) for one in said]
+    assert len(messages) == 3
+    for message, words in zip(messages, ("absent", "half", "odd"), strict=True):
+        assert f"the pass '{words}' ({'no_such_module' if words == 'absent' else __name__}" in message
+
+
+def test_a_name_that_is_taken_is_refused_naming_both(points):
+    points.add("cuda_graphs", f"{__name__}:Usurper")
+    both = r"two passes are named 'cuda_graphs': passes\.cuda_graphs\.CudaGraphs and .*Usurper"
+    with pytest.warns(UserWarning, match=both):
+        known = registry.discover()
+    assert known["cuda_graphs"].__name__ == "CudaGraphs"
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
 
 
 def test_the_built_in_passes_are_found_and_ordered():
@@ -89,17 +203,177 @@ def test_the_built_in_passes_are_found_and_ordered():
     assert names(registry.select(None, ["cuda_graphs"])) == built_in[:-1]
 
 
-def test_options_and_source_make_the_fingerprint():
+def test_options_make_the_fingerprint():
     @dataclass(frozen=True)
     class Tunable(GraphPass):
         name: ClassVar[str] = "tunable"
         stage: ClassVar[Stage] = Stage.JOINT
         block: int = 4
+        axes: frozenset[str] = frozenset()
 
     assert Tunable().fingerprint() == Tunable(4).fingerprint() != Tunable(8).fingerprint()
-    assert Tunable(8).options() == {"block": 8}
+    assert Tunable(8).options() == {"block": 8, "axes": frozenset()}
+    many = [frozenset(map(str, numbers)) for numbers in (range(50), reversed(range(50)))]
+    assert Tunable(axes=many[0]).fingerprint() == Tunable(axes=many[1]).fingerprint() != Tunable().fingerprint()
+
+
+PASS = """
+    from dataclasses import dataclass
+    from fxopt.registry import GraphPass, Stage
+    {imports}
+
+    @dataclass(frozen=True)
+    class Mine({base}):
+        name = "mine"
+        stage = Stage.JOINT
+
+        def rewrite(self, graph, node, context):
+            {lazily}
+"""
+
+
+class Site:
+    """A folder of modules, of which those that a pass is made of are told from the rest by editing them."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        monkeypatch.syspath_prepend(str(root))
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+
+    def write_pass(self, path: str, imports: str = "", base: str = "GraphPass", lazily: str = "pass") -> None:
+        self.write(path, PASS.format(imports=imports, base=base, lazily=lazily))
+
+    def fingerprint(self, module: str) -> str:
+        """In a process that has imported nothing of this yet."""
+        for name, loaded in list(sys.modules.items()):
+            if str(self.root) in str(getattr(loaded, "__file__", None)):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        return importlib.import_module(module).Mine().fingerprint()
+
+    def follows(self, module: str, path: str) -> bool:
+        """Whether editing the file at `path` makes another fingerprint."""
+        before = self.fingerprint(module)
+        assert self.fingerprint(module) == before
+        file = self.root / path
+        text = file.read_text()
+        file.write_text(text + "\n# edited\n")
+        after = self.fingerprint(module)
+        file.write_text(text)
+        assert self.fingerprint(module) == before
+        return after != before
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    made = Site(tmp_path, monkeypatch)
+    yield made
+    for name, loaded in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(loaded, "__file__", None)):
+            del sys.modules[name]
+
+
+def test_the_pass_own_file_makes_the_fingerprint(site):
+    site.write_pass("fp_alone.py")
+    assert site.follows("fp_alone", "fp_alone.py")
+
+
+@pytest.mark.parametrize(
+    ("imports", "lazily"),
+    [
+        ("from fp_pkg.tools.helper import fuse", "pass"),
+        ("from fp_pkg.tools import helper", "pass"),
+        ("import fp_pkg.tools.helper", "pass"),
+        ("from .tools import helper", "pass"),
+        ("from .tools.helper import *", "pass"),
+        ("", "from fp_pkg.tools.helper import fuse"),
+    ],
+    ids=["name", "module", "dotted", "relative", "star", "inside a function"],
+)
+def test_a_helper_module_makes_it_however_it_is_imported(site, imports, lazily):
+    site.write("fp_pkg/__init__.py", "")
+    site.write("fp_pkg/tools/__init__.py", "")
+    site.write("fp_pkg/tools/helper.py", "from fp_pkg import deeper\ndef fuse(): return deeper.VALUE\n")
+    site.write("fp_pkg/deeper.py", "VALUE = 1\n")
+    site.write("fp_pkg/unrelated.py", "VALUE = 1\n")
+    site.write_pass("fp_pkg/mine.py", imports, lazily=lazily)
+    assert site.follows("fp_pkg.mine", "fp_pkg/mine.py")
+    assert site.follows("fp_pkg.mine", "fp_pkg/tools/helper.py")
+    assert site.follows("fp_pkg.mine", "fp_pkg/deeper.py")
+    assert not site.follows("fp_pkg.mine", "fp_pkg/unrelated.py")
+
+
+def test_a_base_class_elsewhere_makes_it_with_its_own_helpers(site):
+    site.write("fp_base/__init__.py", "")
+    common = "from fxopt.registry import GraphPass\nfrom . import parts\nclass Common(GraphPass): pass\n"
+    site.write("fp_base/common.py", common)
+    site.write("fp_base/parts.py", "X = 1\n")
+    site.write("fp_user/__init__.py", "")
+    site.write_pass("fp_user/mine.py", "from fp_base.common import Common", "Common")
+    assert site.follows("fp_user.mine", "fp_base/common.py")
+    assert site.follows("fp_user.mine", "fp_base/parts.py")
+
+
+def test_a_file_beside_a_script_makes_it_and_a_neighbour_in_site_packages_does_not(tmp_path, monkeypatch):
+    for folder, followed in (("scripts", True), ("site-packages", False)):
+        with monkeypatch.context() as patched:
+            site = Site(tmp_path / folder, patched)
+            site.write("fp_beside.py", "X = 1\n")
+            site.write_pass("fp_script.py", "import fp_beside")
+            assert site.follows("fp_script", "fp_beside.py") is followed
+
+
+def test_what_is_saved_while_a_process_runs_is_not_what_it_runs(site):
+    """Else the code that runs would be kept under the name of the code that was saved."""
+    site.write("fp_pkg2/__init__.py", "")
+    site.write("fp_pkg2/helper.py", "X = 1\n")
+    site.write_pass("fp_pkg2/mine.py", "from . import helper")
+    before = site.fingerprint("fp_pkg2.mine")
+    site.write("fp_pkg2/helper.py", "X = 2\n")
+    module = sys.modules["fp_pkg2.mine"]
+    assert module.Mine().fingerprint() == before
+    importlib.reload(sys.modules["fp_pkg2.helper"])
+    assert module.Mine().fingerprint() != before
+
+
+def test_a_pass_without_a_file_has_its_code_for_a_fingerprint(tmp_path):
+    """As in a notebook; and it is the same in another process, whatever order sets come in."""
+    script = """
+        import sys
+        sys.modules["__main__"].__dict__.pop("__file__", None)
+        from dataclasses import dataclass
+        from fxopt.registry import GraphPass, Stage
+        def helper(x): return x in {"a", "b", "c", "d"}, CONSTANT
+        @dataclass(frozen=True)
+        class Mine(GraphPass):
+            name = "mine"
+            stage = Stage.JOINT
+            def rewrite(self, graph, node, context): return helper(CONSTANT)
+        print(Mine().fingerprint())
+    """
+
+    def fingerprint(constant: str, seed: str) -> str:
+        text = textwrap.dedent(script).replace("CONSTANT", constant)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-"]
+        return subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert fingerprint("1", "1") == fingerprint("1", "2") != fingerprint("2", "1")
 
 
 def test_a_report_survives_json():
     report = PassReport("p", "joint", 3, 2, (("mm", "why"),), True, "")
     assert PassReport.from_json(report.to_json()) == report
+    full = PassReport("p", "joint", 1, 1, (), True, "", created=3, erased=2, seconds=0.5)
+    read = PassReport.from_json(full.to_json())
+    assert read == full and read.seconds == 0.5
+
+
+def test_a_report_from_before_there_was_a_field_and_after_it_is_gone_is_read():
+    old = {"name": "p", "stage": "joint", "matched": 1, "rewritten": 1, "refused": [["a", "b"]], "changed": True}
+    assert PassReport.from_json({**old, "something": 1}) == PassReport("p", "joint", 1, 1, (("a", "b"),), True)
