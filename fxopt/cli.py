@@ -1,24 +1,21 @@
-"""The `fxopt` command: what is installed, which options and passes there are, and the plans on disk.
+"""The `fxopt` command: options, passes, rules, ceilings, plans, and the search for a rewrite that breaks something.
 
 Exit codes: 0 done, 1 it could not be done (the reason is on stderr), 2 the command line is wrong.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from fxopt.cli_output import CliError, pairs, rows
 
 if TYPE_CHECKING:
     import typer
 
     from fxopt.plan import PlanStore
-
-
-class CliError(Exception):
-    """What the user has to read instead of a result."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,6 +45,8 @@ def build_app() -> typer.Typer:
     """The application. typer is imported here, so that importing fxopt does not pay for it."""
     import typer
 
+    from fxopt import cli_bisect, cli_passes, cli_rules
+
     # Boxes and colours are for a person's terminal; a file or a pipe gets plain text.
     markup: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
     app = typer.Typer(
@@ -58,14 +57,13 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=markup,
     )
-    passes = typer.Typer(
-        help="The rewrites that are registered.", no_args_is_help=True, rich_markup_mode=markup
-    )
     plans = typer.Typer(
         help="The decisions that are kept on disk.", no_args_is_help=True, rich_markup_mode=markup
     )
-    app.add_typer(passes, name="passes")
+    app.add_typer(cli_passes.commands(markup), name="passes")
     app.add_typer(plans, name="plans")
+    cli_rules.add_commands(app)
+    cli_bisect.add_commands(app)
 
     as_json_option = typer.Option(False, "--json", help="Print JSON.")
     plan_dir_option = typer.Option(
@@ -78,22 +76,18 @@ def build_app() -> typer.Typer:
 
     @app.command("version", help="The versions of fxopt, torch and Python.")
     def version(as_json: bool = as_json_option) -> None:
-        _pairs(_versions(), as_json)
+        pairs(_versions(), as_json)
 
     @app.command("options", help="Every option: default, environment variable, meaning.")
     def options(as_json: bool = as_json_option) -> None:
         from fxopt.options import describe_options
 
-        _rows([row._asdict() for row in describe_options()], as_json, "no options")
-
-    @passes.command("list", help="Every registered pass, and the stage at which it works.")
-    def passes_list(as_json: bool = as_json_option) -> None:
-        _rows(_passes(), as_json, "no passes are registered")
+        rows([row._asdict() for row in describe_options()], as_json, "no options")
 
     @plans.command("list", help="The plans, newest first.")
     def plans_list(plan_dir: Path | None = plan_dir_option, as_json: bool = as_json_option) -> None:
         store = _store(plan_dir)
-        _rows(_plans(store), as_json, f"no plans in {store.plans_dir}")
+        rows(_plans(store), as_json, f"no plans in {store.plans_dir}")
 
     @plans.command("show", help="One plan, with its evidence.")
     def plans_show(
@@ -103,7 +97,7 @@ def build_app() -> typer.Typer:
         plan = store.load(_full_key(store, key))
         if plan is None:
             raise CliError(f"the plan {key} has just been removed")
-        _pairs(plan.model_dump(), as_json)
+        pairs(plan.model_dump(), as_json)
 
     @plans.command("remove", help="Deletes one plan: the next tuning run measures again.")
     def plans_remove(key: str = key_argument, plan_dir: Path | None = plan_dir_option) -> None:
@@ -126,29 +120,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return {**found, "python": platform.python_version()}
-
-
-def _passes() -> list[dict[str, Any]]:
-    import warnings
-
-    from fxopt.registry import discover
-
-    # A pass that cannot be loaded is a warning, and the others are listed.
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = discover()
-    for warning in caught:
-        print(f"fxopt: warning: {warning.message}", file=sys.stderr)
-    return [
-        {
-            "name": name,
-            "stage": cls.stage.value,
-            "answers": sorted(axis.value for axis in cls.answers),
-            "precision": cls.precision.value,
-            "does": (cls.__doc__ or "").strip().partition("\n")[0],
-        }
-        for name, cls in sorted(found.items())
-    ]
 
 
 def _store(plan_dir: Path | None) -> PlanStore:
@@ -186,51 +157,6 @@ def _full_key(store: PlanStore, beginning: str) -> str:
         f"no plan in {store.plans_dir} begins with {beginning!r}; "
         f"`fxopt plans list` shows the {len(rows)} there are"
     )
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _rows(rows: Sequence[Mapping[str, Any]], as_json: bool, nothing: str) -> None:
-    """One line a row: a table on a terminal; tab-separated, with a header, where another program reads."""
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    elif not rows:
-        print(nothing, file=sys.stderr)
-    elif sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in rows[0]:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(_cell(value)) for value in row.values()))
-        Console().print(table)
-    else:
-        print("\t".join(rows[0]))
-        for row in rows:
-            print("\t".join(" ".join(_cell(value).split()) for value in row.values()))
-
-
-def _pairs(values: Mapping[str, Any], as_json: bool) -> None:
-    """One value a line after its name; what is nested follows as indented JSON."""
-    if as_json:
-        print(json.dumps(values, indent=2))
-        return
-    width = max(map(len, values))
-    for name, value in values.items():
-        nested = isinstance(value, (dict, list)) and value
-        text = json.dumps(value, indent=2).replace("\n", "\n" + " " * (width + 2)) if nested else _cell(value)
-        print(f"{name:<{width}}  {text}".rstrip())
 
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+"""The `fxopt` command: what it prints, where, and its exit codes."""
+
 from __future__ import annotations
 
 import json
@@ -5,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -47,7 +50,9 @@ def test_options_shows_every_option(capsys):
     assert (pairs["default"], pairs["environment"]) == ("30", "FXOPT_PAIRS")
 
 
-def test_passes_list_shows_the_registered_passes(capsys, monkeypatch):
+@pytest.fixture
+def doubler(monkeypatch):
+    """A pass that is the only one registered."""
     from dataclasses import dataclass
 
     from fxopt import registry
@@ -61,12 +66,23 @@ def test_passes_list_shows_the_registered_passes(capsys, monkeypatch):
         And more words, which a listing leaves out.
         """
 
-        name = "doubler"
-        answers = frozenset({Axis.MEMORY_BOUND})
-        stage = registry.Stage.JOINT
-        precision = Precision.FP32
+        name: ClassVar[str] = "doubler"
+        answers: ClassVar[frozenset[Axis]] = frozenset({Axis.MEMORY_BOUND})
+        stage: ClassVar[registry.Stage] = registry.Stage.JOINT
+        precision: ClassVar[Precision] = Precision.FP32
+        after: ClassVar[tuple[str, ...]] = ("halver",)
+
+        #: what is not small
+        #: is left alone
+        small: float = 0.5
+        times: int = 2  # how often
+        names: tuple[str, ...] = ("a",)
 
     monkeypatch.setattr(registry, "discover", lambda: {"doubler": Doubler})
+    return Doubler
+
+
+def test_passes_list_shows_the_registered_passes(capsys, doubler):
     assert run(["passes", "list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
         {
@@ -74,19 +90,215 @@ def test_passes_list_shows_the_registered_passes(capsys, monkeypatch):
             "stage": "joint",
             "answers": ["memory_bound"],
             "precision": "fp32",
+            "devices": ["cpu", "cuda"],
             "does": "Doubles what is small.",
+            "from": __name__,  # of no distribution: its module
         }
     ]
 
 
-def test_a_pass_that_cannot_be_loaded_is_a_warning_beside_the_others(capsys, monkeypatch):
-    import warnings
-
-    from fxopt import registry
-
-    monkeypatch.setattr(registry, "discover", lambda: warnings.warn("broken one", stacklevel=1) or {})
+def test_passes_list_tells_the_distribution_of_an_installed_pass(capsys):
     assert run(["passes", "list"]) == 0
-    assert "fxopt: warning: broken one" in capsys.readouterr().err
+    listed = {row["name"]: row for row in rows(capsys.readouterr().out)}
+    assert listed["cuda_graphs"]["from"].startswith("fxopt ")
+    assert (listed["cuda_graphs"]["stage"], listed["cuda_graphs"]["devices"]) == ("runtime", "cuda")
+
+
+def test_passes_show_tells_options_with_type_default_and_meaning(capsys, doubler):
+    assert run(["passes", "show", "doubler", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["options"] == [
+        {"name": "small", "type": "float", "default": "0.5", "meaning": "what is not small is left alone"},
+        {"name": "times", "type": "int", "default": "2", "meaning": "how often"},
+        {"name": "names", "type": "tuple[str, ...]", "default": "('a',)", "meaning": ""},
+    ]
+    assert shown["after"] == ["halver"] and shown["before"] == []
+    assert shown["source"].startswith(f"{__file__}:")
+    assert shown["results"]["plans"] == 0
+
+
+def test_passes_show_is_readable_without_json(capsys, doubler, store):
+    assert run(["passes", "show", "doubler"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "answers    memory_bound\n",
+        "after      halver\n",
+        "small: float = 0.5  what is not small is left alone\n",
+        "FXOPT_DISABLE=doubler\n",
+        f"results seen in {store.plans_dir}\n  none: no plan there has tried it\n",
+    ):
+        assert line in out
+    assert f"  {__doc__}" in out  # no page: the module's own words
+
+
+def test_passes_show_finds_the_page_in_the_tree_of_the_module(tmp_path):
+    from fxopt.cli_passes import documentation
+
+    module = tmp_path / "passes" / "doubler.py"
+    page = tmp_path / "docs" / "passes" / "doubler.md"
+    for path in (module, page):
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    assert documentation(module, "doubler") == page
+    assert documentation(module, "halver") is None
+    beside = module.with_suffix(".md")
+    beside.write_text("")
+    assert documentation(module, "doubler") == beside
+
+
+def test_passes_show_prints_the_page_where_there_is_one(capsys, doubler, tmp_path, monkeypatch):
+    from fxopt import cli_passes
+
+    page = tmp_path / "doubler.md"
+    page.write_text("# doubler\n\n## What it answers\n")
+    monkeypatch.setattr(cli_passes, "documentation", lambda file, name: page)
+    assert run(["passes", "show", "doubler"]) == 0
+    out = capsys.readouterr().out
+    assert f"documentation: {page}\n  # doubler\n\n  ## What it answers\n" in out
+    assert __doc__ not in out
+
+
+def test_passes_show_tells_what_the_plans_say(capsys, store):
+    kept = Plan(
+        key=plan_key(graph="kept"),
+        created="2026-02-01T00:00:00+00:00",
+        decision="candidate",
+        passes=[PassUse(name="cuda_graphs", stage="runtime"), PassUse(name="freeze_weights", stage="config")],
+        paired={"ratio": 1.5, "low": 1.4, "high": 1.6},
+        environment={"device_name": "NVIDIA H200"},
+    )
+    tried = {"name": "cuda_graphs", "passes": ["cuda_graphs"], "outcome": "rejected", "reason": "wrong: NaN"}
+    store.save(kept)
+    store.save(Plan(key=plan_key(graph="no"), created="2026-01-01T00:00:00", decision="baseline", reports=[tried]))
+    assert run(["passes", "show", "cuda_graphs"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "2 plans: 1 kept, 1 rejected, 0 failed, 0 out of reach; the newest of 2026-02-01T00:00:00+00:00\n",
+        f"2026-02-01  {kept.key[:12]}  NVIDIA H200  kept with freeze_weights, 0 rewritten: 1.50x (1.40-1.60)\n",
+        "1 x rejected: wrong: NaN\n",
+    ):
+        assert line in out
+    assert run(["passes", "show", "cuda_graphs", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [plan["speedup"] for plan in results["in"]] == [1.5, None]
+
+
+def test_passes_show_warns_of_a_plan_that_it_cannot_read(capsys, store):
+    store.path(plan_key(graph="two")).write_text("{")
+    assert run(["passes", "show", "freeze_weights"]) == 0
+    captured = capsys.readouterr()
+    assert "fxopt: warning: " in captured.err and "line 1, column 2" in captured.err
+    assert "1 plan: 1 kept" in captured.out
+
+
+def test_an_unknown_pass_is_an_error_that_names_those_like_it(capsys):
+    assert run(["passes", "show", "cuda_graph"]) == 1
+    assert "no pass is named 'cuda_graph'; did you mean 'cuda_graphs'?" in capsys.readouterr().err
+    assert run(["passes", "show", "zzz"]) == 1
+    assert "there are cuda_graphs, freeze_weights" in capsys.readouterr().err
+
+
+def test_passes_new_writes_the_files_and_says_what_is_next(capsys, tmp_path):
+    arguments = ["--dir", str(tmp_path / "new"), "--stage", "post_grad", "--answers", "memory_bound,cast_traffic"]
+    assert run(["passes", "new", "merge-scales", *arguments]) == 0
+    assert f"pip install -e {tmp_path / 'new'}" in capsys.readouterr().out
+    text = (tmp_path / "new" / "merge_scales.py").read_text()
+    assert "Stage.POST_GRAD" in text and "Axis.CAST_TRAFFIC" in text
+    assert run(["passes", "new", "merge-scales", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fxopt: error: nothing is overwritten") and error.count("\n") == 1
+
+
+# -- rules and ceilings
+
+
+def test_rules_lists_every_rule_with_its_condition_and_reference(capsys):
+    from fxopt.rules import RULES
+
+    assert run(["rules"]) == 0
+    shown = rows(capsys.readouterr().out)
+    assert [row["name"] for row in shown] == [rule.name for rule in RULES]
+    assert all(row["condition"] and row["headroom"] and row["why"] and row["reference"] for row in shown)
+    assert not any(row["overridden"] for row in shown)
+
+
+def test_rules_marks_what_a_file_or_the_environment_overrides(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "limits.toml"
+    file.write_text("[launch_bound]\nlaunch_gap = 0.5\n")
+    for arguments in (["--thresholds", str(file)], []):
+        assert run(["rules", "--json", *arguments]) == 0
+        shown = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+        assert shown["launch_bound"]["overridden"] == {"launch_bound.launch_gap": "0.15 -> 0.5"}
+        assert shown["launch_bound"]["thresholds"] == {"launch_bound.launch_gap": 0.5}
+        assert "launch_gap > 0.5" in shown["launch_bound"]["condition"]
+        assert sum(bool(row["overridden"]) for row in shown.values()) == 1
+        monkeypatch.setenv("FXOPT_THRESHOLDS", str(file))
+
+
+def test_a_file_with_an_unknown_threshold_is_refused_with_the_nearest(capsys, tmp_path):
+    file = tmp_path / "limits.toml"
+    file.write_text("[launch_bound]\nlaunch_gab = 0.5\n")
+    assert run(["rules", "--thresholds", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "'launch_bound.launch_gab'" in captured.err and "launch_bound.launch_gap" in captured.err
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Ceilings without the measuring: each is a tenth faster than the one before. Returns the list of them."""
+    from profiler_core import roofline
+
+    made: list[roofline.Ceilings] = []
+
+    def measure(device):
+        rate = 1e11 * 1.1 ** len(made)
+        now = f"2026-01-0{len(made) + 1}T00:00:00+00:00"
+        made.append(roofline.Ceilings("a CPU", 1e10, {"float32": rate}, now, {"torch": "2.x"}))
+        return made[-1]
+
+    monkeypatch.setattr(roofline, "measure_ceilings", measure)
+    return made
+
+
+def test_ceilings_measures_once_says_so_and_keeps_them_with_the_plans(capsys, measured, plan_dir):
+    assert run(["ceilings", "--device", "cpu"]) == 0
+    first = capsys.readouterr()
+    assert "measured now" in first.err and str(plan_dir / "ceilings") in first.err
+    for line in ("copy                    10.0 GB/s\n", "100 GFLOP/s, ridge at 10.0 FLOP/byte\n", "2026-01-01", "2.x"):
+        assert line in first.out
+    (file,) = (plan_dir / "ceilings").glob("*.json")
+    assert f"{file}\n" in first.out
+    assert run(["ceilings", "--device", "cpu"]) == 0
+    second = capsys.readouterr()
+    assert (second.out, second.err, len(measured)) == (first.out, "", 1)
+
+
+def test_ceilings_measures_again_where_it_is_asked_to_and_keeps_that(capsys, measured, plan_dir):
+    for arguments in ([], ["--measure"], []):
+        assert run(["ceilings", "--device", "cpu", "--json", *arguments]) == 0
+        shown = json.loads(capsys.readouterr().out)
+    assert len(measured) == 2
+    assert shown["measured"].startswith("2026-01-02")
+    (rate,) = shown["rates"]
+    assert (rate["flops_per_s"], rate["ridge_flop_per_byte"]) == (pytest.approx(1.1e11), pytest.approx(11))
+    assert len(list((plan_dir / "ceilings").glob("*.json"))) == 1
+
+
+def test_ceilings_where_they_cannot_be_kept_are_shown_with_a_warning(capsys, measured, plan_dir):
+    plan_dir.write_text("a file where the folder should be")
+    assert run(["ceilings", "--device", "cpu", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "fxopt: warning: device ceilings cannot be kept" in captured.err
+    assert json.loads(captured.out)["file"] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("cuda:99", "no cuda:99 here"), ("abacus", "'abacus' is not a device"), ("meta", "meta")]
+)
+def test_ceilings_of_a_device_that_is_not_there_is_an_error(capsys, measured, device, message):
+    assert run(["ceilings", "--device", device]) == 1
+    assert message in capsys.readouterr().err and not measured
 
 
 def test_plans_list_finds_the_plan_directory_of_the_environment(capsys, store):
@@ -181,7 +393,7 @@ def test_a_wrong_command_line_exits_with_2(capsys, arguments):
 def test_help_exits_with_0_and_names_the_commands(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in ("version", "options", "passes", "plans"))
+    assert all(command in out for command in ("version", "options", "passes", "plans", "rules", "ceilings", "bisect"))
 
 
 def test_main_exits_with_the_code_of_the_command(capsys):
@@ -201,13 +413,17 @@ def test_output_to_a_pipe_has_no_colours_and_no_boxes(plan_dir):
         assert text and not {"\x1b", "─", "│"} & set(text)
 
 
-def test_importing_the_command_line_imports_nothing_heavy():
-    script = (
-        "import sys, fxopt.cli, fxopt.options, fxopt.plan; "
-        "print(*sorted({'torch', 'pandas', 'typer', 'rich'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("script", "heavy"),
+    [
+        ("import fxopt.cli, fxopt.options, fxopt.plan, fxopt.seen", {"torch", "pandas", "typer", "rich"}),
+        ("import fxopt.cli; fxopt.cli.run(['--help'])", {"torch", "pandas"}),
+        ("import fxopt.cli; fxopt.cli.run(['plans', 'list'])", {"torch", "pandas"}),
+    ],
+    ids=["import", "help", "plans"],
+)
+def test_the_command_line_imports_nothing_heavy(script, heavy):
+    script = f"{script}; import sys; sys.exit(', '.join(sorted({heavy} & set(sys.modules))) or 0)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ""
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
