@@ -101,6 +101,13 @@ class _Captured:
         self.copies = [
             k for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor) and k not in self.passed_through
         ]
+        # Outputs that lie in one memory have to do so in the caller's, too.
+        together: dict[int, list[int]] = {}
+        for k in self.copies:
+            if self.outputs[k].layout is torch.strided:
+                together.setdefault(self.outputs[k].untyped_storage().data_ptr(), []).append(k)
+        self.shared = [group for address, group in together.items() if address and len(group) > 1]
+        self.apart = [k for k in self.copies if not any(k in group for group in self.shared)]
         self.stream = torch.cuda.current_stream()
 
     def fits(self, args: tuple[Any, ...]) -> bool:
@@ -120,11 +127,26 @@ class _Captured:
             mine[i].copy_(args[i], non_blocking=True)
         self.graph.replay()
         results = list(self.outputs)
-        for k in self.copies:
+        for k in self.apart:
             results[k] = self.outputs[k].clone()
+        for group in self.shared:
+            for k, copied in zip(group, _copied_together([self.outputs[k] for k in group]), strict=True):
+                results[k] = copied
         for k, i in self.passed_through.items():
             results[k] = args[i]
         return results[0] if self.single else results
+
+
+def _copied_together(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that share memory as these do, who all lie in one storage; an output that is there twice stays one."""
+    device = outputs[0].device
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(outputs[0].untyped_storage()).clone()
+    copies: dict[int, torch.Tensor] = {}
+    for out in outputs:
+        if id(out) not in copies:
+            view = torch.empty(0, dtype=out.dtype, device=device)
+            copies[id(out)] = view.set_(whole.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+    return [copies[id(out)] for out in outputs]
 
 
 class GraphReplay:
