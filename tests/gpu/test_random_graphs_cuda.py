@@ -1,0 +1,103 @@
+"""Every built-in pass for CUDA leaves random graphs equivalent on a real card, CUDA graphs among them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fxopt import registry, testing
+
+pytestmark = pytest.mark.gpu
+
+#: what makes a pass rewrite something, and in which share of the graphs it must
+GRAPHS: dict[str, tuple[Callable[[], Any], float]] = {
+    "freeze_weights": (lambda: testing.graphs(device="cuda"), 0.5),
+    "promote_matmul_precision": (
+        lambda: testing.graphs(["matmul", "convolution", "attention"], device="cuda"),
+        0.6,
+    ),
+    "cuda_graphs": (lambda: testing.graphs(exclude=("random",), device="cuda"), 0.5),
+}
+
+
+def for_all(strategy: Any, count: int, test: Callable[[Any], None]) -> None:
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    @given(strategy)
+    def run(graph: Any) -> None:
+        test(graph)
+
+    run()
+
+
+def built_in() -> list[str]:
+    points = importlib.metadata.entry_points(group=registry.ENTRY_POINT_GROUP)
+    names = sorted(point.name for point in points if point.dist is not None and point.dist.name == "fxopt")
+    known = registry.discover()
+    return [name for name in names if "cuda" in known[name].devices]
+
+
+def test_the_passes_for_cuda_are_found():
+    assert set(built_in()) == set(GRAPHS), "say in GRAPHS what makes a new pass rewrite something"
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_a_built_in_pass_leaves_100_random_graphs_equivalent_on_a_card(name):
+    strategy, share = GRAPHS[name]
+    p = registry.discover()[name]()
+    seen: Counter[bool] = Counter()
+
+    def look(graph: testing.RandomGraph) -> None:
+        seen[testing.equivalent(p, graph).changed] += 1
+
+    for_all(strategy(), 100, look)
+    assert seen[True] >= share * seen.total(), seen
+
+
+def test_a_replay_that_is_used_again_and_again_gives_what_the_graph_gives():
+    """Three calls with other numbers, and once with a parameter that has moved."""
+    p = registry.discover()["cuda_graphs"]()
+    compared = 0
+
+    def look(graph: testing.RandomGraph) -> None:
+        nonlocal compared
+        result = testing.run(p, graph.module, inputs=graph.inputs())
+        if not result.changed:
+            return
+        with torch.no_grad():
+            for seed in (0, 2, 4, 6):
+                inputs = graph.inputs(seed)
+                if seed == 6:
+                    inputs = [x.clone() if i in graph.static else x for i, x in enumerate(inputs)]
+                for got, expected in zip(result.fn(*inputs), graph.module(*inputs), strict=True):
+                    torch.testing.assert_close(got, expected, equal_nan=True)
+        compared += 1
+
+    for_all(testing.graphs(exclude=("random", "write"), dynamic=False, device="cuda"), 50, look)
+    assert compared >= 40
+
+
+def test_random_numbers_of_the_card_are_compared():
+    def once_more(fn: Callable[..., Any], *args: Any) -> Any:
+        outputs = fn(*args)
+        torch.rand(1, device="cuda")
+        return outputs
+
+    graph = testing.capture(lambda x: x * torch.rand(4, device="cuda"), torch.randn(4, device="cuda"))
+    inputs = [graph.meta["example_inputs"]]
+    budget = testing.context(device="cuda").budget
+    assert testing.difference(graph, graph, inputs, budget=budget) == ""
+    found = testing.difference(graph, lambda *args: once_more(graph, *args), inputs, budget=budget)
+    assert found == "the random generators are in another state after the call"
