@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import tempfile
 import time
@@ -80,6 +79,11 @@ class Runner:
 
 def run_bisect(command: Sequence[str], folder: Path, log: Path | None) -> None:
     """The whole search; prints each step and the result. Raises CliError where there is nothing to find."""
+    if log is not None:
+        try:  # said before the command runs for nothing
+            log.open("a").close()
+        except OSError as error:
+            raise CliError(f"--log {log} cannot be written: {error.strerror}") from None
     environment = base_environment(os.environ, folder / "plans")
     decide = Runner(command, folder, environment)
     if decide("every rewrite, as decided now", None) is not True:
@@ -90,7 +94,7 @@ def run_bisect(command: Sequence[str], folder: Path, log: Path | None) -> None:
     failed = run("every rewrite, as planned", None, listed)
     rewrites = listed_rewrites(listed)
     if log is not None and listed.exists():
-        shutil.copy(listed, log)
+        log.write_bytes(listed.read_bytes())
     if failed is not True:
         raise CliError(
             "the command fails only in the run that tunes, and not in one that follows its plans: "

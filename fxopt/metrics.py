@@ -217,7 +217,7 @@ def _subject(
     given += [(key, row.get(key), unit, "measured") for key, unit in _COUNTER_UNITS.items() if key not in named]
     metrics = {name: Metric(float(v), unit, source) for name, v, unit, source in given if _known(v)}
     # A launch that never ran in the window, or that moves nothing, has no rates.
-    for name in ("time_ns", "bytes", "copy_ceiling"):
+    for name in ("time_ns", "bytes", "copy_ceiling", "flop_ceiling", "narrow_ceiling"):
         if name in metrics and metrics[name].value <= 0:
             del metrics[name]
     _derive(metrics)
@@ -291,6 +291,7 @@ def _facts(
     elif dtype not in ceilings.flops_per_s and dtype.startswith(_NO_UNITS):
         dtype = "float32"  # the rate that types without units of their own reach at best
     work = [_operator(target) for _, target, _ in members if _operator(target) not in _VIEWS]
+    limiter = record.get("occupancy_limiter")
     casts = bool(work) and set(work) <= _CASTS | _COPIES and bool(set(work) & _CASTS)
     return {
         "scope": "kernel" if outside else "group",
@@ -301,7 +302,7 @@ def _facts(
         "float32_products": wide,
         "narrow_units": "bfloat16" in ceilings.flops_per_s,
         "tf32_on": "TF32 is on for matrix products, so tensor cores already run them" if tf32 else "",
-        "limiter": record.get("occupancy_limiter") or "",
+        "limiter": limiter if isinstance(limiter, str) and limiter else "resources",
         "copies": bool(work) and set(work) <= _COPIES,
         "casts": float(casts),
         "library": record.get("family") or "unknown",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from fxopt.labels import Axis
@@ -79,12 +80,12 @@ class Rule:
     excuse: str = ""
     stands_in: str = ""
 
-    @property
+    @cached_property
     def thresholds(self) -> dict[str, float]:
         """metric -> default."""
         return {test.metric: test.against for test in self.tests if not isinstance(test.against, str)}
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """Metrics without which it does not fire."""
         return tuple(dict.fromkeys([need for test in self.tests for need in test.needs] + [self.headroom]))

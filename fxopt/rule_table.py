@@ -73,8 +73,7 @@ RULES: tuple[Rule, ...] = (
         evidence=("l2_hit_rate", "dram_throughput", "arithmetic", "time_ns"),
         high=(Test("l2_throughput", ">=", 70.0),),
         devices=_GPU,
-        why="L2 works at {l2_throughput:.0f} % of its peak and finds {l2_hit_rate:.0f} % of the sectors, so that "
-        "device memory is only {dram_throughput:.0f} % busy.",
+        why="L2 works at {l2_throughput:.0f} % of its peak, device memory at {dram_throughput:.0f} %.",
         reference=_SOL,
     ),
     Rule(
@@ -271,7 +270,7 @@ RULES: tuple[Rule, ...] = (
         high=(Test("spill_share", ">=", 0.05),),
         devices=_GPU,
         why="{spill_share:.1%} of its instructions load from local memory, where registers go that do not fit (or "
-        "arrays that are indexed at run time); it has {registers:.0f} registers a thread.",
+        "arrays that are indexed at run time).",
         reference="CUDA C++ Best Practices Guide, Register Pressure; 2 % of the instructions is " + _OWN,
     ),
     Rule(
@@ -306,7 +305,7 @@ RULES: tuple[Rule, ...] = (
         headroom="time_ns",
         evidence=("bytes", "bandwidth_fraction", "time_ns"),
         high=(Test("cast_share", ">=", 1.0),),
-        why="All it does is give {bytes:.3g} bytes of data another type.",
+        why="All it does is give data another type.",
         reference=f"{_OWN}: a cast that its producer or consumer does costs no traffic of its own",
     ),
     Rule(

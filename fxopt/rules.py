@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,16 @@ def thresholds(overrides: Mapping[str, float] | None = None, rules: tuple[Rule, 
             raise UnknownThreshold(
                 f"no threshold is named {name!r}; there are {', '.join(near)} (`fxopt rules` lists all {len(known)})"
             )
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"threshold {name!r} is {value!r}, expected a finite number")
-        known[name] = float(value)
+        known[name] = _finite(name, value)
     return known
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer beyond what a float holds
+            if math.isfinite(number := float(value)):
+                return number
+    raise ValueError(f"threshold {name!r} is {str(value)[:40]!r}, expected a finite number")
 
 
 def label(

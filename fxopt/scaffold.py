@@ -5,6 +5,7 @@ The example that the files hold is a working one, and its test passes as it is w
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import keyword
 import re
@@ -70,7 +71,12 @@ def substitutions(name: str, stage: Stage, axes: Sequence[Axis]) -> dict[str, st
     from fxopt.rules import RULES
 
     cls = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    while re.search(rf"\b{cls}\b", _template("graph_pass.py.txt").template):  # a pass named "candidate", or "axis"
+    # A pass may be named "candidate", "axis", "false" or "exception".
+    while (
+        re.search(rf"\b{cls}\b", _template("graph_pass.py.txt").template)
+        or keyword.iskeyword(cls)
+        or hasattr(builtins, cls)
+    ):
         cls += "Rewrite"
     # A label of the whole graph has no nodes, so that no node can be asked for it.
     of_graphs = {rule.axis for rule in RULES if rule.scope == "graph"}

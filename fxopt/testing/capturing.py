@@ -86,6 +86,8 @@ def capture(
             torch.compile(once, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
         except _Captured:
             return found[0]
+        except tracing.BACKEND_FAILED as error:
+            raise error.inner_exception from None
         except tracing.GRAPH_BREAKS as error:
             raise CaptureError(f"{name} gives more than one graph, because Dynamo breaks it: {error}") from error
     raise CaptureError(f"{name} gives no graph: it calls no operator on a tensor that Dynamo traces")
@@ -122,7 +124,10 @@ def _order(count: int, total: int, frozen: frozenset[int]) -> list[int]:
     kept = [i for i in range(total) if i not in frozen]
     order = kept if count == len(kept) else [*sorted(frozen), *kept]
     if len(order) != count:
-        raise CaptureError(f"{total} inputs became {count}: inputs that are tensor subclasses are not supported")
+        raise CaptureError(
+            f"{total} inputs became {count}: inputs that share memory while one of them is written, and tensor "
+            "subclasses, are not supported"
+        )
     return order
 
 

@@ -18,6 +18,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 #: What Dynamo raises under `fullgraph=True` where it would break the graph.
 GRAPH_BREAKS: tuple[type[Exception], ...] = (torch._dynamo.exc.Unsupported,)
+#: What Dynamo makes of an error inside a backend; its `inner_exception` is that error.
+BACKEND_FAILED: Any = torch._dynamo.exc.BackendCompilerFailed
 
 
 def fake_mode(symbolic: bool) -> FakeTensorMode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import string
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from made_profiles import empty
 
 from fxopt import rules
 from fxopt.labels import Axis, Label
+from fxopt.metrics import DERIVED
 from fxopt.rule_table import RULES
 from fxopt.rules import LabelReport, UnknownThreshold, describe, label, thresholds
 from profiler_core.collect.provenance import Launch
@@ -507,7 +509,7 @@ def test_an_unknown_threshold_is_refused_with_those_like_it() -> None:
         label(profile(), GPU, thresholds={"memory_bound.dram": 0.5})
 
 
-@pytest.mark.parametrize("bad", [math.nan, "0.5", True])
+@pytest.mark.parametrize("bad", [math.nan, "0.5", True, 10**400])
 def test_a_threshold_is_a_finite_number(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"launch_bound\.launch_gap"):
         thresholds({"launch_bound.launch_gap": bad})
@@ -539,6 +541,35 @@ def test_the_sentences_of_labels_are_filled_in_and_labels_survive_json() -> None
         assert item.why.endswith(".") and "{" not in item.why
         assert item.reference
         assert Label.from_json(json.loads(json.dumps(item.to_json()))) == item
+
+
+def known(names: tuple[str, ...]) -> set[str]:
+    """These metrics, and all that they are made of."""
+    below = {item.name: item.needs for item in DERIVED}
+    return set(names).union(*(known(below.get(name, ())) for name in names))
+
+
+def test_whatever_a_sentence_says_is_known_where_the_rule_fires() -> None:
+    """A field that the rule does not need may be missing, and would take all labels away."""
+    facts = {"gap_is", "cached", "compute_dtype", "limiter", "library"}
+    for rule in RULES:
+        fields = {name for _, name, _, _ in string.Formatter().parse(rule.why) if name}
+        assert fields <= known(rule.needs) | facts, rule.name
+
+
+@pytest.mark.parametrize("lost", sorted(QUIET))
+def test_a_counter_that_was_not_measured_costs_no_more_than_the_rules_that_need_it(lost: str) -> None:
+    """A recording from elsewhere may hold any part of the counters."""
+    loud = {"l2_throughput": 90.0, "local_load_bytes": 1e8, "threads_per_instruction": 8.0, "dram_read_bytes": 1e7}
+    every = axes(counted(**loud))
+    assert {"l2_bound", "register_spill", "divergent", "excess_traffic"} <= set(every)
+    needs = {rule.name: known(rule.needs) for rule in RULES}
+    assert {axis for axis in every if lost not in needs[axis]} <= set(axes(counted(**{**loud, lost: math.nan})))
+
+
+def test_a_cast_of_unknown_size_is_labelled_as_well() -> None:
+    row = group(10_000, None, None, targets=("prims.convert_element_type.default",))
+    assert axes(label(profile(row), GPU)) == ["cast_traffic"]
 
 
 def test_the_description_shows_thresholds_as_they_are_then() -> None:
