@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import dis
 import functools
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["canonical", "module_digest", "source_digest"]
+__all__ = ["UnstableError", "canonical", "module_digest", "source_digest"]
 
 #: Packages that a pass rests on, whose versions are part of every key; the standard library is left out as well.
 _FRAMEWORKS = frozenset({"torch", "fxopt", "builtins"})
@@ -24,23 +26,17 @@ _FRAMEWORKS = frozenset({"torch", "fxopt", "builtins"})
 _texts: dict[str, tuple[Any, bytes]] = {}
 
 
+class UnstableError(ValueError):
+    """A value that has no text which is the same in every process; the message shows it."""
+
+
 def canonical(value: Any) -> str:
-    """`value` as text: dataclasses by their fields, mappings and sets in order."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, Enum):
-            return str(item.value)
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            return {f.name: plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
-        if isinstance(item, Mapping):
-            return {str(key): plain(element) for key, element in item.items()}
-        if isinstance(item, (set, frozenset)):
-            return sorted((plain(element) for element in item), key=repr)
-        if isinstance(item, (list, tuple)):
-            return [plain(element) for element in item]
-        return item
-
-    return json.dumps(plain(value), sort_keys=True, default=repr)
+    """`value` as text: dataclasses by class and fields, mappings and sets in order, arrays by a digest of their bytes,
+    functions by name and a digest of what they run. UnstableError for what has an address for a text.
+    """
+    reach = _Reach()
+    plain = reach.plain(value, strict=True)
+    return _json([plain, reach.sources()] if reach.texts else plain)
 
 
 def source_digest(cls: type) -> str:
@@ -49,21 +45,16 @@ def source_digest(cls: type) -> str:
     That is the module of the class and of each of its base classes, and what these import, at the top or inside a
     function, from their own package or from files beside them; never torch, fxopt or the standard library. A module's
     text is read once, and again only when the module is loaded again: what somebody saves while this process runs is
-    not what this process executes. The code of the class itself counts too, for a class that has no file.
+    not what this process executes. The class itself counts too: the code of its functions with their defaults and the
+    variables that they enclose, and its attributes. Where that code has no file (a notebook), so does whatever it
+    reaches by global names.
     """
-    digest = hashlib.sha256(f"{cls.__module__}.{cls.__qualname__}".encode())
+    reach = _Reach()
     bases = [base for base in cls.__mro__ if _is_own(base.__module__)]
-    texts: dict[str, bytes] = {}
     for base in bases:
-        _collect(base.__module__, texts)
-    for name, text in sorted(texts.items()):
-        digest.update(f"\n{name} {len(text)}\n".encode() + text)
-    for base in bases:
-        for name, value in sorted(vars(base).items()):
-            function = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
-            if isinstance(function, types.FunctionType):
-                digest.update(name.encode() + _function(function, set()))
-    return digest.hexdigest()
+        _collect(base.__module__, reach.texts)
+    made = [reach.members(base) for base in bases]
+    return hashlib.sha256(_json([_name(cls), made, reach.sources()]).encode()).hexdigest()
 
 
 def module_digest(name: str) -> str:
@@ -140,18 +131,170 @@ def _imports(text: bytes, package: str) -> tuple[str, ...]:
         return ()
 
 
-def _function(function: types.FunctionType, seen: set[types.FunctionType]) -> bytes:
-    """A function's code, with that of the functions it names where their module has no file to read them from."""
-    seen.add(function)
-    found = _code(function.__code__)
-    if getattr(sys.modules.get(function.__module__), "__file__", None) is None:
-        for name in sorted(set(function.__code__.co_names)):
-            other = function.__globals__.get(name)
-            if isinstance(other, types.FunctionType) and other not in seen and other.__module__ == function.__module__:
-                found += name.encode() + _function(other, seen)
-    return found
+class _Reach:
+    """What values and code stand for, as JSON has it, followed from one to the next.
+
+    Strict, as for options, a value without a stable text is an error; in code it counts by its class alone.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str, bytes] = {}
+        self._seen: set[int] = set()
+
+    def sources(self) -> list[list[str]]:
+        """Names and digests of the modules whose text counts."""
+        return [[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(self.texts.items())]
+
+    def plain(self, item: Any, strict: bool) -> Any:
+        if isinstance(item, Enum):
+            return self.plain(item.value, strict)
+        if item is None or isinstance(item, (str, int, float)):
+            return item
+        if isinstance(item, type):
+            return self.kind(item)
+        if dataclasses.is_dataclass(item):
+            fields = {f.name: self.plain(getattr(item, f.name, None), strict) for f in dataclasses.fields(item)}
+            return {"": _name(type(item)), **fields}
+        if isinstance(item, Mapping):
+            return dict(self._apart([(key, element) for key, element in item.items()], strict, self._entry))
+        if isinstance(item, (set, frozenset)):
+            return sorted(self._apart(item, strict, self.plain), key=_json)
+        if isinstance(item, (list, tuple)):
+            return [self.plain(element, strict) for element in item]
+        if isinstance(item, types.ModuleType):
+            self._module(item.__name__)
+            return item.__name__
+        if isinstance(item, types.FunctionType):
+            return self._function(item)
+        wrapped = getattr(item, "__wrapped__", getattr(item, "fn", None))  # functools' caches, Triton's kernels
+        if isinstance(wrapped, types.FunctionType):
+            return [_name(type(item)), self._function(wrapped)]
+        if isinstance(item, functools.partial):
+            return [self.plain(part, strict) for part in (item.func, item.args, item.keywords)]
+        if isinstance(item, types.MethodType):
+            return [self.plain(item.__func__, strict), self.plain(item.__self__, strict)]
+        if isinstance(item, types.BuiltinFunctionType):
+            owner = item.__self__
+            bound = owner is not None and not isinstance(owner, (type, types.ModuleType))
+            return [_name(item), self.plain(owner, strict) if bound else None]
+        try:
+            return _array(item) or _text_of(item)
+        except UnstableError:
+            if strict:
+                raise
+        if id(item) in self._seen or not _is_own(type(item).__module__):
+            return _name(type(item))
+        self._seen.add(id(item))
+        return [self.kind(type(item)), self.plain(getattr(item, "__dict__", None), strict)]
+
+    def kind(self, cls: type) -> Any:
+        """A class by its name and, where it is not a framework's, by what it and its bases are made of."""
+        bases = [base for base in cls.__mro__ if _is_own(base.__module__) and not _is_installed(base.__module__)]
+        for base in bases:
+            self._module(base.__module__)
+        return [_name(cls), [self.members(base) for base in bases]]
+
+    def members(self, cls: type) -> list[Any]:
+        if id(cls) in self._seen:
+            return []
+        self._seen.add(id(cls))
+        return [[name, self._attribute(name, value)] for name, value in sorted(vars(cls).items())]
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if isinstance(value, property):
+            return [self.plain(part, strict=False) for part in (value.fget, value.fset)]
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, functools.cached_property):
+            value = value.func
+        dunder = name.startswith("__") and name.endswith("__")
+        return None if dunder and not isinstance(value, types.FunctionType) else self.plain(value, strict=False)
+
+    def _function(self, function: types.FunctionType) -> Any:
+        """A function's name, code, defaults and enclosed variables; and what it names, where it has no file."""
+        name = _name(function)
+        if id(function) in self._seen or not _is_own(function.__module__ or ""):
+            return name
+        self._seen.add(id(function))
+        code, space = function.__code__, function.__globals__
+        found = [name, hashlib.sha256(_code(code)).hexdigest()]
+        held = [function.__defaults__, function.__kwdefaults__, [_content(cell) for cell in function.__closure__ or ()]]
+        if space.get("__file__") is None or code.co_filename.startswith("<"):
+            held.append([(name, space[name]) for name in sorted(_global_names(code)) if name in space])
+        else:
+            self._module(function.__module__)
+        return [*found, self.plain(held, strict=False)]
+
+    def _module(self, name: str) -> None:
+        if _is_own(name) and not _is_installed(name):
+            _collect(name, self.texts)
+
+    def _entry(self, entry: tuple[Any, Any], strict: bool) -> tuple[str, Any]:
+        key = self.plain(entry[0], strict)
+        return key if isinstance(key, str) else f"{type(entry[0]).__name__} {_json(key)}", self.plain(entry[1], strict)
+
+    def _apart(self, items: Iterable[Any], strict: bool, each: Callable[[Any, bool], Any]) -> list[Any]:
+        """`each` of `items`, none of which knows what the others have seen: they come in no order of their own."""
+        before, found = self._seen, []
+        for item in items:
+            self._seen = set(before)
+            found.append(each(item, strict))
+        self._seen = before
+        return found
+
+
+def _json(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True)
+
+
+def _name(item: Any) -> str:
+    return f"{item.__module__}.{item.__qualname__}"
+
+
+def _text_of(item: Any) -> str:
+    text = repr(item)
+    if re.search(r"\bat 0x[0-9a-fA-F]+", text):
+        raise UnstableError(f"{text} is written with an address, which differs from process to process")
+    return text
+
+
+def _array(item: Any) -> list[Any] | None:
+    """Kind of elements, shape, device and a digest of the bytes, for a tensor or an array of numpy's."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(item, torch.Tensor):
+        try:
+            flat = item.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            raw = flat.view(torch.uint8).numpy().tobytes()
+        except Exception as error:
+            raise UnstableError(f"the bytes of a {type(item).__name__} cannot be read: {error}") from error
+        kind = [str(item.dtype), list(item.shape), str(item.device)]
+    elif numpy is not None and isinstance(item, numpy.ndarray) and not item.dtype.hasobject:
+        raw, kind = item.tobytes(), [str(item.dtype), list(item.shape)]
+    else:
+        return None
+    return [*kind, hashlib.sha256(raw).hexdigest()]
+
+
+def _is_installed(module: str) -> bool:
+    """Whether `module` is some package's that the environment has, and no user's own file."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Global variables that `code`, or a function inside it, reads."""
+    loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = (item for item in code.co_consts if isinstance(item, types.CodeType))
+    return {step.argval for step in loads}.union(*map(_global_names, inner))
 
 
 def _code(code: types.CodeType) -> bytes:
     constants = [_code(item).hex() if isinstance(item, types.CodeType) else canonical(item) for item in code.co_consts]
-    return code.co_code + repr((code.co_names, code.co_varnames, constants)).encode()
+    return code.co_code + repr((code.co_names, code.co_varnames, code.co_freevars, constants)).encode()

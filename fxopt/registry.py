@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib.metadata
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,9 +186,18 @@ class Pass:
 
     def fingerprint(self) -> str:
         """Digest of the source, with what it imports from its own package, and of the options: an edited pass is
-        another pass.
+        another pass. RegistryError for an option that is not written alike in every process.
         """
-        return hashlib.sha256(f"{source_digest(type(self))} {canonical(self.options())}".encode()).hexdigest()
+        options = {}
+        for name, value in self.options().items():
+            try:
+                options[name] = canonical(value)
+            except Exception as error:
+                raise RegistryError(
+                    f"{type(self).__qualname__}: the option `{name}` cannot be part of a key: {error}; give it a "
+                    "__repr__ without an address, or pass a name instead"
+                ) from error
+        return hashlib.sha256(f"{source_digest(type(self))} {canonical(options)}".encode()).hexdigest()
 
 
 class GraphPass(Pass):
@@ -264,7 +274,7 @@ def register(cls: P) -> P:
             f"two passes are named {cls.name!r}: {other.__module__}.{other.__qualname__} and "
             f"{cls.__module__}.{cls.__qualname__}; rename one"
         )
-    source_digest(cls)  # remembers the text that was loaded, before anybody edits the file
+    _check_instance(cls)
     _registered[cls.name] = cls
     return cls
 
@@ -275,6 +285,10 @@ _STAGES: dict[type[Pass], tuple[Stage, ...]] = {
     ConfigPass: (Stage.CONFIG,),
     RuntimePass: (Stage.RUNTIME,),
 }
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_DEVICES = ("cpu", "cuda")
 
 
 def _check_declaration(cls: Any) -> None:
@@ -288,13 +302,73 @@ def _check_declaration(cls: Any) -> None:
         raise RegistryError(f"{where}: a pass must be a frozen dataclass; put @dataclass(frozen=True) on it")
     if not cls.name:
         raise RegistryError(f"{where}: a pass needs a class attribute `name`")
-    if getattr(cls, "stage", None) not in stages:
-        raise RegistryError(f"{cls.name}: `stage` must be one of {', '.join(map(str, stages))} for this kind of pass")
-    if getattr(cls, "precision", None) is None:
-        raise RegistryError(f"{cls.name}: `precision` must say what it needs, such as Precision.FP32")
+    if not isinstance(cls.name, str) or not _NAME.fullmatch(cls.name) or cls.name == "all":
+        raise RegistryError(
+            f"{where}: `name` is {cls.name!r}; write a string of letters, digits, '_', '.' and '-' that begins with a "
+            "letter or '_' and is not 'all'"
+        )
+    stage = getattr(cls, "stage", None)
+    if not isinstance(stage, Stage) or stage not in stages:
+        raise RegistryError(
+            f"{where}: `stage` must be one of {', '.join(map(str, stages))} for this kind of pass, not {stage!r}"
+        )
+    _check_precision(where, getattr(cls, "precision", None))
+    _check_answers(where, cls.answers)
+    _check_names(where, cls)
     for option in dataclasses.fields(cls):
         if option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING:
-            raise RegistryError(f"{cls.name}: the option `{option.name}` needs a default")
+            raise RegistryError(f"{where}: the option `{option.name}` needs a default")
+
+
+def _check_precision(where: str, precision: Any) -> None:
+    from fxopt.verify import Precision
+
+    if not isinstance(precision, Precision):
+        raise RegistryError(
+            f"{where}: `precision` must say what it needs, one of {', '.join(map(str, Precision))}, not {precision!r}"
+        )
+
+
+def _check_answers(where: str, answers: Any) -> None:
+    from fxopt.labels import Axis
+
+    if isinstance(answers, Axis):
+        raise RegistryError(f"{where}: `answers` is the axis {answers} alone; write frozenset({{{answers}}})")
+    if not isinstance(answers, (set, frozenset, tuple, list)):
+        raise RegistryError(f"{where}: `answers` is {answers!r}; write a frozenset of axes, such as Axis.MEMORY_BOUND")
+    for one in answers:
+        if not isinstance(one, Axis):
+            near = difflib.get_close_matches(str(one).lower().removeprefix("axis."), [axis.value for axis in Axis], n=1)
+            meant = Axis(near[0]) if near else f"one of {', '.join(map(str, Axis))}"
+            raise RegistryError(f"{where}: `answers` holds {one!r}, which is no Axis; write {meant}")
+
+
+def _check_names(where: str, cls: type[Pass]) -> None:
+    for attribute in ("after", "before", "enables", "needs", "devices"):
+        value = getattr(cls, attribute)
+        if isinstance(value, str):
+            raise RegistryError(f"{where}: `{attribute}` is the string {value!r}; write the tuple ({value!r},)")
+        if not isinstance(value, (tuple, list, set, frozenset)):
+            raise RegistryError(f"{where}: `{attribute}` is {value!r}; write a tuple of strings")
+        for one in value:
+            if not isinstance(one, str):
+                raise RegistryError(f"{where}: `{attribute}` holds {one!r}; write a tuple of strings")
+            if attribute == "devices" and one not in _DEVICES:
+                raise RegistryError(f"{where}: `devices` holds {one!r}; the devices are {', '.join(_DEVICES)}")
+            if attribute in ("after", "before") and one == cls.name:
+                raise RegistryError(f"{where}: `{attribute}` holds the pass's own name, {one!r}; take it out")
+
+
+def _check_instance(cls: type[Pass]) -> None:
+    """Makes one, whose fingerprint remembers the text that was loaded before anybody edits the file."""
+    try:
+        p = cls()
+    except Exception as error:
+        raise RegistryError(
+            f"{cls.__qualname__}: {cls.__name__}() raised {type(error).__name__}: {error}; a pass must be made without "
+            "arguments: let the defaults of its options be ones that it accepts"
+        ) from error
+    p.fingerprint()
 
 
 def unregister(name: str) -> None:
@@ -321,7 +395,10 @@ def discover() -> dict[str, type[Pass]]:
 
 
 def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
-    """Instances of the chosen passes, in an order that keeps stages and declared constraints."""
+    """Instances of the chosen passes, in an order that keeps stages and declared constraints.
+
+    One that cannot be made, or has no fingerprint, is left out with a warning.
+    """
     known = discover()
     for name in (*(names or ()), *disable):
         if name not in known:
@@ -329,7 +406,16 @@ def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
             hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise RegistryError(f"no pass is named {name!r}; {hint}known passes: {', '.join(sorted(known))}")
     chosen = [name for name in (names if names is not None else sorted(known)) if name not in set(disable)]
-    return order([known[name]() for name in chosen])
+    made = []
+    for name in chosen:
+        try:
+            p = known[name]()
+            p.fingerprint()
+        except Exception as error:
+            warnings.warn(f"fxopt: the pass {name!r} is left out: {type(error).__name__}: {error}", stacklevel=2)
+        else:
+            made.append(p)
+    return order(made)
 
 
 def inapplicable(p: Pass, context: PassContext) -> str:

@@ -180,7 +180,8 @@ class Tuner:
         self._say("baseline compiled")
         if context.grad:
             report.source = "skipped"
-            report.out_of_reach = [f"{p.name}: {p.applicable(context) or 'gradients are on'}" for p in self.passes]
+            why = {p.name: registry.inapplicable(p, context) or "gradients are on" for p in self.passes}
+            report.out_of_reach = [f"{name}: {reason}" for name, reason in why.items()]
             report.messages.append("gradients are on, so Inductor's code is kept; run under torch.no_grad() to tune")
             baseline.compiled.scope.adopt()
             return baseline.fn

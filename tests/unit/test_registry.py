@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fxopt import registry
+from fxopt.labels import Axis
 from fxopt.registry import ConfigPass, GraphPass, PassReport, RegistryError, RuntimePass, Stage
 from fxopt.verify import Precision
 
@@ -62,18 +63,47 @@ def declared(kind: type = GraphPass, fields: dict[str, Any] | None = None, **att
     return dataclass(frozen=True)(type("Declared", (kind,), {"__annotations__": fields or {}, **namespace}))
 
 
+def fails(self):
+    raise RuntimeError("no licence")
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
         (lambda: declared(name=None), "Declared: a pass needs a class attribute `name`"),
-        (lambda: declared(stage=None), "declared: `stage` must be one of Stage.JOINT, Stage.POST_GRAD"),
-        (lambda: declared(stage="joint_graph"), "declared: `stage` must be one of"),
-        (lambda: declared(stage=Stage.CONFIG), "declared: `stage` must be one of Stage.JOINT, Stage.POST_GRAD"),
-        (lambda: declared(ConfigPass), "declared: `stage` must be one of Stage.CONFIG"),
-        (lambda: declared(RuntimePass), "declared: `stage` must be one of Stage.RUNTIME"),
-        (lambda: declared(precision=None), "declared: `precision` must say what it needs"),
-        (lambda: declared(fields={"block": "int"}), "declared: the option `block` needs a default"),
+        (lambda: declared(stage=None), "Declared: `stage` must be one of Stage.JOINT, Stage.POST_GRAD"),
+        (lambda: declared(stage="joint_graph"), "Declared: `stage` must be one of"),
+        (lambda: declared(stage=Stage.CONFIG), "Declared: `stage` must be one of Stage.JOINT, Stage.POST_GRAD"),
+        (lambda: declared(ConfigPass), "Declared: `stage` must be one of Stage.CONFIG"),
+        (lambda: declared(RuntimePass), "Declared: `stage` must be one of Stage.RUNTIME"),
+        (lambda: declared(precision=None), "Declared: `precision` must say what it needs"),
+        (lambda: declared(fields={"block": "int"}), "Declared: the option `block` needs a default"),
         (lambda: type("Plain", (GraphPass,), {"name": "plain"}), "Plain: a pass must be a frozen dataclass"),
+        (lambda: declared(stage="joint"), "Declared: `stage` must be one of Stage.JOINT, .*not 'joint'"),
+        (lambda: declared(precision="fp32"), "Declared: `precision` must .*one of Precision.FP32, .*not 'fp32'"),
+        (lambda: declared(name=3), "Declared: `name` is 3; write a string of letters"),
+        (lambda: declared(name="a,b"), "Declared: `name` is 'a,b'; write"),
+        (lambda: declared(name="all"), "Declared: `name` is 'all'; write .* not 'all'"),
+        (lambda: declared(answers=Axis.MEMORY_BOUND), r"is the axis .*write frozenset\({Axis.MEMORY_BOUND}\)"),
+        (lambda: declared(answers="memory_bound"), "Declared: `answers` is 'memory_bound'; write a frozenset of axes"),
+        (lambda: declared(answers={"memory_bound"}), "holds 'memory_bound', which is no Axis; write Axis.MEMORY_BOUND"),
+        (lambda: declared(answers=("Axis.MEMORY_BOND",)), "holds 'Axis.MEMORY_BOND', .*; write Axis.MEMORY_BOUND"),
+        (lambda: declared(answers=[3]), "`answers` holds 3, which is no Axis; write one of Axis.LAUNCH_BOUND, "),
+        (lambda: declared(after="other"), r"Declared: `after` is the string 'other'; write the tuple \('other',\)"),
+        (lambda: declared(before="other"), "Declared: `before` is the string"),
+        (lambda: declared(enables="other"), "Declared: `enables` is the string"),
+        (lambda: declared(needs="other"), "Declared: `needs` is the string"),
+        (lambda: declared(needs=(GraphPass,)), "Declared: `needs` holds <class .*write a tuple of strings"),
+        (lambda: declared(enables=3), "Declared: `enables` is 3; write a tuple of strings"),
+        (lambda: declared(devices="cpu"), "Declared: `devices` is the string"),
+        (lambda: declared(devices=("gpu",)), "Declared: `devices` holds 'gpu'; the devices are cpu, cuda"),
+        (lambda: declared(after=("declared",)), "Declared: `after` holds the pass's own name, 'declared'; take it out"),
+        (lambda: declared(before=("declared",)), "Declared: `before` holds the pass's own name"),
+        (lambda: declared(__post_init__=fails), r"Declared: Declared\(\) raised RuntimeError: no licence; .*defaults"),
+        (
+            lambda: declared(fields={"kernel": "object"}, kernel=object()),
+            "Declared: the option `kernel` cannot be part of a key: .*give it a __repr__ without an address",
+        ),
         (lambda: dataclass(type("Loose", (), {"name": "x"})), "Loose: a pass is a class derived from GraphPass"),
         (lambda: registry, "module 'fxopt.registry'.*: a pass is a class derived from"),
     ],
@@ -87,6 +117,28 @@ def declared(kind: type = GraphPass, fields: dict[str, Any] | None = None, **att
         "no precision",
         "an option without default",
         "no dataclass",
+        "a stage in words",
+        "a precision in words",
+        "a number for a name",
+        "a comma in the name",
+        "the name of all",
+        "one axis",
+        "an axis in words",
+        "axes in words",
+        "an axis misspelt",
+        "a number for an axis",
+        "after without a comma",
+        "before without a comma",
+        "enables without a comma",
+        "needs without a comma",
+        "needs of classes",
+        "enables of nothing",
+        "devices without a comma",
+        "no such device",
+        "after itself",
+        "before itself",
+        "it cannot be made",
+        "an option with an address",
         "no pass",
         "no class",
     ],
@@ -95,6 +147,15 @@ def test_what_a_pass_lacks_is_said_when_it_is_registered(made, message):
     with pytest.raises(RegistryError, match=message):
         registry.register(made())
     assert "declared" not in registry._registered
+
+
+def test_whatever_holds_axes_and_names_is_taken():
+    for kind in (set, frozenset, tuple, list):
+        cls = declared(answers=kind([Axis.MEMORY_BOUND]), after=kind(["other"]), devices=kind(["cuda"]))
+        try:
+            assert registry.register(cls) is cls
+        finally:
+            registry.unregister("declared")
 
 
 def test_two_passes_of_one_name_are_refused():
@@ -184,6 +245,32 @@ def test_a_broken_entry_point_is_named_and_the_others_are_there(points):
     assert len(messages) == 3
     for message, words in zip(messages, ("absent", "half", "odd"), strict=True):
         assert f"the pass '{words}' ({'no_such_module' if words == 'absent' else __name__}" in message
+
+
+Unmade = declared(name="unmade", __post_init__=fails)
+
+
+def test_an_entry_point_whose_pass_cannot_be_made_leaves_the_others(points):
+    points.add("unmade", f"{__name__}:Unmade")
+    points.add("installed", f"{__name__}:Installed")
+    with pytest.warns(UserWarning, match=r"'unmade' .*cannot be loaded: Declared: .*RuntimeError: no licence"):
+        chosen = registry.select(None, [])
+    assert {"installed", "cuda_graphs"} <= set(names(chosen)) and "unmade" not in names(chosen)
+
+
+def test_a_pass_that_can_no_longer_be_made_is_left_out(points):
+    broken: list[bool] = []
+
+    def sometimes(self):
+        if broken:
+            raise RuntimeError("no licence")
+
+    registry.register(declared(name="moody", __post_init__=sometimes))
+    assert "moody" in names(registry.select(None, []))
+    broken.append(True)
+    with pytest.warns(UserWarning, match="the pass 'moody' is left out: RuntimeError: no licence"):
+        chosen = registry.select(None, [])
+    assert "cuda_graphs" in names(chosen) and "moody" not in names(chosen)
 
 
 def test_a_name_that_is_taken_is_refused_naming_both(points):
