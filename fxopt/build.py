@@ -17,7 +17,7 @@ from fxopt import bisect
 from fxopt.bisect import Bisection
 from fxopt.dump import Dumper
 from fxopt.fingerprints import canonical
-from fxopt.manager import SlotPass
+from fxopt.manager import SlotPass, checked_candidate
 from fxopt.registry import ConfigPass, Configuration, GraphPass, Pass, PassContext, PassReport, RuntimePass, Stage
 from fxopt.torch_api import inductor
 
@@ -119,8 +119,10 @@ class Builder:
         started = time.perf_counter()
         report = PassReport(p.name, p.stage.value)
         try:
-            found = list(p.candidates(self.gm, self.inputs, self.context))
-            accepted = [position for position, candidate in found if not candidate.refused]
+            found = [
+                (position, checked_candidate(c)) for position, c in p.candidates(self.gm, self.inputs, self.context)
+            ]
+            accepted = list(dict.fromkeys(position for position, candidate in found if not candidate.refused))
             report = replace(
                 report, matched=len(accepted), refused=tuple((c.target, c.refused) for _, c in found if c.refused)
             )

@@ -36,6 +36,7 @@ PROVENANCE_META = (
 RULES: dict[str, str] = {
     "lint": "the graph is well-formed: each node comes before its users, and each attribute is there",
     "inputs": "inputs keep their names and their order",
+    "constants": "the pass itself writes to no tensor that the graph's module holds",
     "mutation": "the same nodes write to the same memory in the same order, and each read stays on its side of a write",
     "rng": "random draws keep order, distribution, shape, dtype and device, and reach the same users",
     "lowering": "a new operator is one that Inductor compiles at this stage",
@@ -71,6 +72,10 @@ def check(before: fx.Graph, after: fx.Graph) -> None:
     _provenance(before, after)
 
 
+#: What to do about a call of something else.
+_WRITE_AN_OPERATOR = "write graph.call_function with an overload of an operator, such as torch.ops.aten.sin.default"
+
+
 def _broken(rule: str, where: fx.Node | str, what: str) -> InvariantError:
     return InvariantError(f"{rule}: {where}: {what}")
 
@@ -94,15 +99,25 @@ def _inputs(before: fx.Graph, after: fx.Graph) -> None:
 
 
 def _lowering(before: fx.Graph, after: fx.Graph) -> None:
-    known = {n.target for n in before.nodes}
+    known = {(n.op, n.target) for n in before.nodes}
     for node in after.nodes:
-        if node.op == "call_function" and node.target not in known and not lowers(node.target):
-            raise _broken(
-                "lowering",
-                node,
+        if (node.op, node.target) in known or not node.op.startswith("call_"):
+            continue
+        if node.op != "call_function":
+            what = f"Inductor does not compile a {node.op} ({node.target}); {_WRITE_AN_OPERATOR}"
+        elif lowers(node.target):
+            continue
+        elif isinstance(node.target, torch._ops.OpOverload):
+            what = (
                 f"{node.target} is decomposed before this stage, and Inductor has no lowering for one that a pass puts "
-                "here; write what it decomposes into",
+                "here; write what it decomposes into"
             )
+        else:
+            # A packet of overloads has the name of one in C++; a function's repr is an address.
+            packet = isinstance(node.target, torch._ops.OpOverloadPacket)
+            name = str(node.target) if packet else getattr(node.target, "__name__", str(node.target))
+            what = f"{name} is no operator that Inductor compiles; {_WRITE_AN_OPERATOR}"
+        raise _broken("lowering", node, what)
 
 
 def _writes(old: Effects, new: Effects) -> None:

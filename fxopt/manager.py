@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from fxopt.registry import Candidate, GraphPass, InvariantError, PassContext, Pa
 from fxopt.torch_api import inductor, values
 from fxopt.torch_api.inductor import CustomGraphPass, InferenceAwareGraphPass
 
-__all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "run_pass"]
+__all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "checked_candidate", "run_pass"]
 
 
 def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) -> str:
@@ -138,24 +139,32 @@ class _Attempt:
     def run(self) -> bool:
         """True. What happened is in `report`, and after an error the graph that was refused in `trial`."""
         held = _Attributes(self.graph.owning_module)
+        taken = False
         try:
             self.trial = _copy(self.graph)
-            accepted = self._candidates()
-            rewritten = self._rewrite(accepted)
+            rewritten = self._rewrite(self._candidates())
             if rewritten:
-                self._check(rewritten)
-                inductor.replace_nodes(self.graph, self.trial)
+                self._check()
+            if written := held.written():
+                raise InvariantError(written)
+            if rewritten:
+                self._take(rewritten)
+                taken = True
         except Exception as error:
-            held.restore()
-            self.report = replace(self.report, error=f"{type(error).__name__}: {error}")
+            written = held.written()
+            also = f"; {written}" if written and written != str(error) else ""
+            self.report = replace(self.report, error=f"{type(error).__name__}: {error}{also}")
+        finally:
+            if not taken:  # whatever ends the pass, Ctrl-C included
+                held.restore()
         return True
 
     def _candidates(self) -> list[Candidate]:
         self._seen = _snapshot(self.trial)
-        found = list(self.p.candidates(self.trial, self.context))
+        found = [checked_candidate(c) for c in self.p.candidates(self.trial, self.context)]
         if _snapshot(self.trial) != self._seen:
             raise InvariantError("candidates() changed the graph, which is for rewrite() to do")
-        accepted = [c for c in found if not c.refused]
+        accepted = list({c.target: c for c in found if not c.refused}.values())  # each once
         refused = tuple((c.target, c.refused) for c in found if c.refused)
         self.report = replace(self.report, matched=len(accepted), refused=refused)
         return accepted
@@ -197,6 +206,7 @@ class _Attempt:
             self.p.rewrite(self.trial, node, self.context)
         made = [n for n in self.trial.nodes if n not in known]
         for new in made:
+            new.meta = _own(new.meta)  # which a pass may have shared with a node that stays
             around = [_provenance(n, self.p.name) for n in (*new.all_input_nodes, *new.users)]
             # The first of which something is known beyond its name; but what it was made from is the candidate.
             found = max([*own, *around], key=lambda provenance: len(provenance) > 1, default={})
@@ -211,16 +221,35 @@ class _Attempt:
         before, self._seen = self._seen, _snapshot(self.trial)
         return self._seen != before
 
-    def _check(self, rewritten: int) -> None:
+    def _check(self) -> None:
         invariants.check(self.graph, self.trial)
         checked = _snapshot(self.trial)
         self.p.ensures(self.trial, self.context)
         if _snapshot(self.trial) != checked:
             raise InvariantError("ensures() changed the graph, which is for rewrite() and finish() to do")
+
+    def _take(self, rewritten: int) -> None:
         old, new = ({node.name for node in graph.nodes} for graph in (self.graph, self.trial))
         self.report = replace(
             self.report, rewritten=rewritten, changed=True, created=len(new - old), erased=len(old - new)
         )
+        inductor.replace_nodes(self.graph, self.trial)
+
+
+def checked_candidate(candidate: Any) -> Candidate:
+    """`candidate`, if it is one; InvariantError says what a pass's candidates() gave instead."""
+    if not isinstance(candidate, Candidate):
+        raise InvariantError(f"candidates() gave {candidate!r} ({type(candidate).__name__}): give a Candidate")
+    target: Any = candidate.target
+    if isinstance(target, fx.Node):
+        raise InvariantError(f"candidates() gave Candidate(<Node {target.name}>): give node.name")
+    if not isinstance(target, str):
+        raise InvariantError(f"candidates() gave Candidate({target!r}): `target` is a name")
+    if not isinstance(candidate.refused, str):
+        raise InvariantError(
+            f'candidates() gave Candidate({target!r}, refused={candidate.refused!r}): `refused` is the reason, or ""'
+        )
+    return candidate
 
 
 def _provenance(node: fx.Node, pass_name: str) -> dict[str, Any]:
@@ -230,21 +259,40 @@ def _provenance(node: fx.Node, pass_name: str) -> dict[str, Any]:
 
 
 class _Attributes:
-    """The tensors and modules that a graph's module holds, to be put back if a pass that added some is undone."""
+    """All that a graph's module and the modules inside it hold, to be put back if a pass is undone.
+
+    The tensors are not copied, for they may be large: that one was written to in place is only told, by its version.
+    """
 
     def __init__(self, module: Any) -> None:
-        self._module = module
-        self._held = {name: dict(held) for name, held in self._dicts()}
+        inside = list(module.named_modules()) if isinstance(module, torch.nn.Module) else []
+        self._dicts = [(held, dict(held)) for _, m in inside for held in (vars(m), *_plain_dicts(vars(m)))]
+        self._versions = [
+            (f"{prefix}.{name}" if prefix else name, value, value._version)
+            for prefix, m in inside
+            for held in (vars(m), m._parameters, m._buffers)
+            for name, value in held.items()
+            if isinstance(value, torch.Tensor) and not value.is_inference()  # which has no version
+        ]
 
-    def _dicts(self) -> list[tuple[str, dict[str, Any]]]:
-        if not isinstance(self._module, torch.nn.Module):
-            return []
-        return [(name, vars(self._module)[name]) for name in ("_parameters", "_buffers", "_modules")]
+    def written(self) -> str:
+        """Says which tensor was written to since, "" if none was."""
+        names = [name for name, value, version in self._versions if value._version != version]
+        if not names:
+            return ""
+        return (
+            f"constants: {names[0]}: the pass changed the constant {', '.join(names)} in place, which cannot be "
+            "undone; register a new tensor under another name"
+        )
 
     def restore(self) -> None:
-        for name, now in self._dicts():
+        for now, held in self._dicts:
             now.clear()
-            now.update(self._held[name])
+            now.update(held)
+
+
+def _plain_dicts(held: dict[str, Any]) -> list[dict[str, Any]]:
+    return [value for value in held.values() if type(value) in (dict, OrderedDict)]
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -252,10 +300,13 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     copied = copy.deepcopy(graph)
     copied.owning_module = graph.owning_module
     for node in copied.nodes:
-        for key, value in node.meta.items():
-            if type(value) in (list, dict):
-                node.meta[key] = copy.copy(value)
+        node.meta = _own(node.meta)
     return copied
+
+
+def _own(meta: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a node's meta, and of the lists and dicts in it."""
+    return {key: copy.copy(value) if type(value) in (list, dict) else value for key, value in meta.items()}
 
 
 def _snapshot(graph: fx.Graph) -> list[tuple[Any, ...]]:

@@ -111,15 +111,24 @@ def installed_pass(stage: str, patches: Mapping[str, Any]) -> Any:
 
 
 def lowers(target: Any) -> bool:
-    """Whether Inductor compiles an operator that appears in a graph after its decompositions have run.
+    """Whether Inductor compiles what a node calls that appears in a graph after its decompositions have run.
 
     It lowers an operator itself or calls it as it is. An operator that it decomposes does not appear any more by then,
-    and one that a pass puts there fails to compile ("both a fallback and a decomp for same op").
+    and one that a pass puts there fails to compile ("both a fallback and a decomp for same op"). What is no operator,
+    such as `torch.sin`, it compiles only where it has a lowering for that very function, as for arithmetic on sizes.
     """
+    import operator
+
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import lowerings
 
-    return target in lowerings or target not in select_decomp_table()
+    if target in lowerings or target is operator.getitem:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return target not in select_decomp_table()
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return False
+    return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "_inductor_lowering_function")
 
 
 def call_custom(custom: Any, graph: fx.Graph, is_inference: bool | None) -> None:

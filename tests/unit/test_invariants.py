@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +18,7 @@ from fxopt.invariants import PROVENANCE_META, RULES
 from fxopt.labels import Axis
 from fxopt.manager import SlotPass, run_pass
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
+from fxopt.torch_api.inductor import lowers
 from fxopt.verify import Precision, parse_precision
 
 aten = torch.ops.aten
@@ -139,6 +142,80 @@ def test_an_operator_that_is_decomposed_by_then_is_undone(plain):
         "lowering",
         r"clamp_default: aten\.clamp\.default is decomposed",
     )
+
+
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (torch.sin, r"sin is no operator that Inductor compiles; .*such as torch\.ops\.aten\.sin\.default"),
+        (torch.nn.functional.silu, "silu: silu is no operator"),
+        (doubled, "doubled: doubled is no operator"),
+        (lambda x: x * 2, "<lambda> is no operator"),
+        (aten.clamp, r"clamp: aten\.clamp is no operator"),
+    ],
+    ids=["torch function", "functional", "function", "lambda", "packet without a lowering"],
+)
+def test_a_new_call_of_what_is_no_operator_is_undone(plain, target, words):
+    undone(
+        plain,
+        lambda g: replace_with(find(g, aten.relu.default), target, next(iter(g.nodes))),
+        "lowering",
+        words,
+    )
+
+
+def test_a_new_call_of_a_method_or_module_is_undone(plain):
+    def method(graph):
+        relu = find(graph, aten.relu.default)
+        with graph.inserting_before(relu):
+            relu.replace_all_uses_with(graph.call_method("relu", relu.args))
+
+    def module(graph):
+        relu = find(graph, aten.relu.default)
+        graph.owning_module.add_module("act", torch.nn.ReLU())
+        with graph.inserting_before(relu):
+            relu.replace_all_uses_with(graph.call_module("act", relu.args))
+
+    undone(plain, method, "lowering", r"relu_1: Inductor does not compile a call_method \(relu\); write graph\.call_f")
+    undone(plain, module, "lowering", r"act: Inductor does not compile a call_module \(act\)")
+    assert not hasattr(plain.owning_module, "act")
+
+
+def test_calls_that_are_no_operators_are_let_through_where_they_were_before():
+    graph = fx.symbolic_trace(lambda x: torch.sin(x).relu() + 1).graph
+
+    def again(graph):
+        relu = next(n for n in graph.nodes if n.op == "call_method")
+        with graph.inserting_before(relu):
+            new = graph.call_method("relu", (graph.call_function(torch.sin, relu.args[0].args),))
+            new = graph.call_function(aten.neg.default, (new,))
+        relu.replace_all_uses_with(new)
+
+    kept(graph, again)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [aten.sin, aten.mm.default, torch.ops.higher_order.cond, operator.getitem, operator.mul, math.floor, torch.sym_max],
+    ids=str,
+)
+def test_operators_their_packets_and_arithmetic_on_sizes_are_what_inductor_compiles(target):
+    assert lowers(target)
+
+
+def test_a_constant_that_the_pass_itself_writes_to_is_an_error():
+    graph = trace(lambda x: torch.sin(x) + torch.tensor([1.0, 2.0]), torch.randn(2))
+    name = next(n.target for n in graph.nodes if n.op == "get_attr")
+
+    def zeroed(graph):
+        getattr(graph.owning_module, name).zero_()
+        replace_with(find(graph, aten.sin.default), aten.cos.default, next(iter(graph.nodes)))
+
+    undone(graph, zeroed, "constants", f"{name}: the pass changed the constant {name} in place")
 
 
 def test_a_call_that_the_values_do_not_admit_is_undone(plain):

@@ -257,6 +257,133 @@ def test_what_an_undone_pass_hung_on_the_module_is_taken_off_again(graph):
     assert module.weight is kept and not hasattr(module, "_folded")
 
 
+def constant_graph():
+    """relu(x) + a constant that the module holds."""
+    return trace(lambda x: torch.relu(x) + torch.tensor([1.0, 2.0]), torch.randn(2)).graph
+
+
+def test_an_undone_pass_leaves_no_attribute_of_any_kind_behind():
+    graph = constant_graph()
+    module = graph.owning_module
+    module.add_module("inner", torch.nn.Linear(2, 2))
+    module.kept, weight = "as it was", module.inner.weight
+    constant = module._tensor_constant0
+
+    def leaves(self, graph, node, context):
+        module.table, module.kept = torch.ones(3), "changed"
+        module._tensor_constant0 = torch.zeros(2)
+        module.register_forward_hook(lambda *args: None)
+        module.inner.weight = torch.nn.Parameter(torch.zeros(2, 2))
+        module.inner.more = torch.ones(3)
+        raise ValueError("too late")
+
+    before = set(vars(module))
+    report = run_pass(mutant(rewrite=leaves), graph, CONTEXT)
+    assert report.error == "ValueError: too late"
+    assert set(vars(module)) == before and module.kept == "as it was" and not module._forward_hooks
+    assert module._tensor_constant0 is constant
+    assert module.inner.weight is weight and not hasattr(module.inner, "more")
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["raises", "has no candidate"])
+def test_a_constant_that_was_written_to_in_place_is_reported_although_it_cannot_be_undone(refuses):
+    graph = constant_graph()
+
+    def writes(self, graph, *args):
+        graph.owning_module._tensor_constant0.zero_()
+        if not refuses:
+            raise ValueError("too late")
+        return []
+
+    before = str(graph)
+    report = run_pass(mutant(**{"candidates" if refuses else "rewrite": writes}), graph, CONTEXT)
+    assert "the pass changed the constant _tensor_constant0 in place" in report.error
+    assert report.error.startswith("InvariantError: constants: " if refuses else "ValueError: too late; constants: ")
+    assert str(graph) == before and not report.changed and report.rewritten == 0
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_undoes_the_pass_and_goes_on(graph, interrupt):
+    def interrupted(self, graph, node, context):
+        graph.owning_module.register_buffer("_folded", torch.ones(3))
+        graph.erase_node(graph.output_node())
+        raise interrupt
+
+    before = str(graph)
+    with pytest.raises(interrupt):
+        run_pass(mutant(rewrite=interrupted), graph, CONTEXT)
+    assert str(graph) == before and not hasattr(graph.owning_module, "_folded")
+
+
+def test_what_an_accepted_pass_hung_on_the_module_stays(graph):
+    def folded(self, g, n):
+        g.owning_module.register_buffer("_zero", torch.zeros(()))
+        return g.call_function(aten.maximum.default, (n.args[0], g.get_attr("_zero")))
+
+    assert run_pass(mutant(replacement=folded), graph, CONTEXT).error == ""
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(torch.fx.GraphModule(graph.owning_module, graph)(x), torch.tanh(torch.relu(x)) + 1)
+
+
+def test_a_new_node_does_not_share_its_meta_with_the_node_that_it_was_taken_from():
+    """Else the value that is found for the one would be taken for that of the other."""
+    graph = trace(lambda x: (torch.relu(x) + 1, torch.tanh(x)), torch.randn(4, 8)).graph
+
+    def narrowed(self, graph, node, context):
+        (user,) = node.users
+        with graph.inserting_after(node):
+            new = graph.call_function(torch.ops.prims.convert_element_type.default, (node, torch.bfloat16))
+        with graph.inserting_after(new):
+            back = graph.call_function(torch.ops.prims.convert_element_type.default, (new, torch.float32))
+        new.meta = back.meta = node.meta
+        user.replace_input_with(node, back)
+
+    assert run_pass(mutant(rewrite=narrowed), graph, CONTEXT).error == ""
+    dtypes = {n.name: n.meta["val"].dtype for n in graph.nodes if n.op == "call_function"}
+    assert dtypes.pop("convert_element_type_default") is torch.bfloat16
+    assert set(dtypes.values()) == {torch.float32}
+    assert len({id(n.meta) for n in graph.nodes}) == len(graph.nodes)
+
+
+def named(graph, name):
+    return next(n for n in graph.nodes if n.name == name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda graph: Candidate(named(graph, "relu")), "candidates() gave Candidate(<Node relu>): give node.name"),
+        (lambda graph: Candidate(named(graph, "relu"), "no"), "gave Candidate(<Node relu>): give node.name"),
+        (lambda graph: Candidate(3), "candidates() gave Candidate(3): `target` is a name"),
+        (lambda graph: Candidate("relu", True), "gave Candidate('relu', refused=True): `refused` is the reason"),
+        (lambda graph: Candidate("relu", None), "gave Candidate('relu', refused=None): `refused` is the reason"),
+        (lambda graph: named(graph, "relu"), "candidates() gave relu (Node): give a Candidate"),
+        (lambda graph: "relu", "candidates() gave 'relu' (str): give a Candidate"),
+    ],
+    ids=["node", "refused node", "number", "true", "none", "bare node", "bare name"],
+)
+def test_what_is_no_candidate_is_an_error_that_says_what_to_give(graph, builder, given, message):
+    before = str(graph)
+    report = run_pass(mutant(candidates=lambda self, graph, context: [given(graph)]), graph, CONTEXT)
+    assert report.error.startswith("InvariantError: ") and message in report.error
+    assert str(graph) == before and not report.changed
+    build = builder.build([altered(Frozen, candidates=lambda self, gm, inputs, context: [(0, given(gm.graph))])])
+    assert message in build.reports[0].error and not build.reports[0].rewritten
+
+
+def test_a_candidate_given_twice_is_rewritten_once(graph, builder):
+    def negated(self, graph, node, context):
+        with graph.inserting_before(node):
+            inner = graph.call_function(aten.neg.default, node.args)
+        node.args = (inner,)
+
+    twice = [Candidate("relu"), Candidate("relu")]
+    report = run_pass(mutant(candidates=lambda *args: twice, rewrite=negated), graph, CONTEXT)
+    assert (report.matched, report.rewritten, report.created, report.error) == (1, 1, 1, "")
+    build = builder.build([altered(Frozen, candidates=lambda *args: [(0, c) for c in twice])])
+    assert (build.reports[0].matched, build.reports[0].rewritten) == (1, 1)
+
+
 # -- where new nodes come from ----------------------------------------------------------------------------------------
 
 
