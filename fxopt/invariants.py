@@ -224,8 +224,10 @@ def _same_value(rule: str, where: fx.Node | str, what: str, old: Any, new: Any, 
         ("device", (old.device,), (new.device,)),
         ("layout", (old.layout,), (new.layout,)),
     ]
-    if strides and old.layout == new.layout == torch.strided:
-        aspects.append(("stride", old.stride(), new.stride()))
+    if strides and old.layout == new.layout == torch.strided and len(old.shape) == len(new.shape):
+        # Of a dimension of size 1 the stride means nothing, and operators differ in it.
+        long = [n for n, size in enumerate(old.shape) if not values.equal(size, 1)]
+        aspects.append(("stride", [old.stride(n) for n in long], [new.stride(n) for n in long]))
     for aspect, x, y in aspects:
         if len(x) != len(y) or not all(map(values.equal, x, y)):
             one, other = (str(v[0]) if aspect in ("dtype", "device", "layout") else str(tuple(v)) for v in (x, y))

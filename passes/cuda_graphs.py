@@ -93,20 +93,28 @@ class _Captured:
             outputs = fn(*self.args)
         self.single = not isinstance(outputs, (list, tuple))
         self.outputs = [outputs] if self.single else list(outputs)
-        # An output that is one of the caller's own inputs must stay that input; it is not copied.
-        fixed_inputs = {id(self.args[i]): i for i in tensors}
-        self.passed_through = {
-            k: fixed_inputs[id(out)] for k, out in enumerate(self.outputs) if id(out) in fixed_inputs
-        }
-        self.copies = [
-            k for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor) and k not in self.passed_through
-        ]
-        # Outputs that lie in one memory have to do so in the caller's, too.
+        # An output that lies in one of the caller's own inputs must go on doing so; it is not copied.
+        self.inside: dict[int, tuple[int, Any]] = {}
+        homes = {self.args[i].untyped_storage().data_ptr(): i for i in tensors if self.args[i].layout is torch.strided}
+        for k, out in enumerate(self.outputs):
+            if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+                continue
+            home = homes.get(out.untyped_storage().data_ptr()) if out.untyped_storage().nbytes() else None
+            home = next((i for i in tensors if self.args[i] is out), home)
+            if home is not None and self.args[home].dtype == out.dtype:
+                offset = out.storage_offset() - self.args[home].storage_offset()
+                view = None if self.args[home] is out else (out.size(), out.stride(), offset)
+                self.inside[k] = (home, view)
+        tensors_out = [k for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
+        self.copies = [k for k in tensors_out if k not in self.inside]
+        # Outputs that lie in one memory have to do so in the caller's, too; and of an output with gaps `clone` does not
+        # keep the strides.
         together: dict[int, list[int]] = {}
         for k in self.copies:
             if self.outputs[k].layout is torch.strided:
                 together.setdefault(self.outputs[k].untyped_storage().data_ptr(), []).append(k)
-        self.shared = [group for address, group in together.items() if address and len(group) > 1]
+        gaps = {k for k in self.copies if self.outputs[k].clone().stride() != self.outputs[k].stride()}
+        self.shared = [group for address, group in together.items() if address and (len(group) > 1 or gaps & {*group})]
         self.apart = [k for k in self.copies if not any(k in group for group in self.shared)]
         self.stream = torch.cuda.current_stream()
 
@@ -132,8 +140,12 @@ class _Captured:
         for group in self.shared:
             for k, copied in zip(group, _copied_together([self.outputs[k] for k in group]), strict=True):
                 results[k] = copied
-        for k, i in self.passed_through.items():
-            results[k] = args[i]
+        for k, (i, view) in self.inside.items():
+            if view is None:
+                results[k] = args[i]
+            else:
+                size, stride, offset = view
+                results[k] = args[i].as_strided(size, stride, args[i].storage_offset() + offset)
         return results[0] if self.single else results
 
 

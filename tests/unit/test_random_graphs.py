@@ -206,20 +206,19 @@ def test_comparisons_and_indices_do_not_depend_on_the_precision():
 
 
 def test_a_graph_reads_as_its_text():
-    graph = find(testing.graphs(), lambda graph: "aten.mm.default" in targets(graph), settings=QUIET)
-    assert repr(graph).startswith(testing.text(graph.module) + "\nparameters: ")
+    def look(graph: testing.RandomGraph) -> None:
+        lines = repr(graph).splitlines()
+        assert lines[:-1] == testing.text(graph.module).splitlines() and lines[-1].startswith("parameters: ")
+
+    for_all(testing.graphs(), 20, look)
 
 
-QUIET = settings(
-    max_examples=500, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
-@pytest.mark.parametrize(
-    ("target", "most"), [("aten.mm.default", 1), ("aten.cat.default", 1), ("aten.copy_.default", 2)]
-)
+@pytest.mark.parametrize(("target", "most"), [("aten.cat.default", 1), ("aten.copy_.default", 2)])
 def test_graphs_shrink_to_little_more_than_what_is_looked_for(target, most):
-    graph = find(testing.graphs(), lambda graph: target in targets(graph), settings=QUIET)
+    quiet = settings(
+        max_examples=500, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    graph = find(testing.graphs(), lambda graph: target in targets(graph), settings=quiet)
     assert len(nodes(graph)) <= most, graph
     assert len(nodes(graph, "placeholder")) <= 3, graph
 
@@ -394,11 +393,11 @@ def test_a_mistake_in_a_replay_is_found(mistake, monkeypatch):
             if mistake == "inputs are not copied in":
                 self.copied = []
             elif mistake == "inputs are returned as they were captured":
-                self.passed_through = {}
+                self.inside = {}
 
         def replay(self, args: tuple[Any, ...]) -> Any:
             if mistake == "outputs are not copied out":
-                self.copies = []
+                self.apart, self.shared = [], []
             return super().replay(args)
 
     monkeypatch.setattr(passes.cuda_graphs, "_Captured", Mistaken)
