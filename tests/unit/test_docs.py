@@ -17,8 +17,12 @@ from profiler_core.profiles import KERNEL_COLUMNS, NODE_COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "profiling.md"
-PAGES = (PAGE, ROOT / "README.md")
+PASSES = sorted((ROOT / "docs" / "passes").glob("[!R]*.md"))
+PAGES = (PAGE, ROOT / "README.md", *PASSES)
+TUTORIAL = ROOT / "docs" / "tutorial.md"  # tests/integration/test_tutorial.py follows it
+LINKING = (*PAGES, TUTORIAL, ROOT / "docs" / "passes" / "README.md")
 RUNS = "<!-- runs on a CPU -->"
+PRINTED = re.compile(r"^<!-- printed -->\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path) -> list[tuple[int, str, bool]]:
@@ -42,7 +46,13 @@ def table(heading: str, page: Path = PAGE) -> list[list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def as_printed(block: str, output: str) -> bool:
+    """Whether the lines of `block` follow one another in `output`; three dots stand for anything within a line."""
+    pattern = re.escape(block.rstrip("\n")).replace(r"\.\.\.", "[^\n]*")
+    return re.search(rf"^{pattern}$", output, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("page", (*PAGES, TUTORIAL), ids=lambda page: page.name)
 def test_every_python_block_is_python(page: Path) -> None:
     found = blocks(page)
     assert found
@@ -52,6 +62,11 @@ def test_every_python_block_is_python(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_marked_to_run_do_so_one_after_another(page: Path, tmp_path: Path) -> None:
+    if page.stem == "onednn_linear":
+        import torch
+
+        if not torch.backends.mkl.is_available():
+            pytest.skip("this torch has no MKL, whose packed layers the page shows")
     # One script with every block at its own line, so that an error names the line of the page.
     lines: list[str] = []
     for above, text, marked in blocks(page):
@@ -63,6 +78,8 @@ def test_the_blocks_marked_to_run_do_so_one_after_another(page: Path, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    for block in PRINTED.findall(page.read_text(encoding="utf-8")):
+        assert as_printed(block, run.stdout), f"{page.name} shows\n{block}\nand its blocks print\n{run.stdout}"
 
 
 def test_the_table_of_counters_is_the_codes() -> None:
@@ -121,7 +138,7 @@ def test_the_function_is_called_as_often_as_the_page_says(tmp_path: Path) -> Non
 
 
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
+    for page in LINKING:
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
