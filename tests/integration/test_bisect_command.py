@@ -118,6 +118,7 @@ def bisect(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_rewrite_that_makes_a_script_fail_is_named_with_its_remedy(script, tmp_path, monkeypatch):
     monkeypatch.delenv("FXOPT_PLAN_DIR")
     log = tmp_path / "rewrites.tsv"

@@ -190,3 +190,10 @@ def test_a_folder_that_is_a_file_or_cannot_be_written_is_an_error_that_names_it(
         write("first", tmp_path / "file")
     with pytest.raises(ScaffoldError, match="cannot be written"):
         write("first", tmp_path / "file" / "below")
+
+
+def test_an_editable_install_finds_the_module_and_not_the_folder_of_its_name(tmp_path):
+    """Without it, `pip install -e NAME` and then fxopt in the folder above import NAME/ as a namespace package."""
+    write("merge_scales", tmp_path / "merge_scales")
+    project = read_project(tmp_path / "merge_scales" / "pyproject.toml")
+    assert project["tool"]["setuptools"] == {"py-modules": ["merge_scales"], "package-dir": {"": "."}}
