@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 PRELUDE = """
 import ctypes, os, signal, sys, types
 ctypes.CDLL("libnvidia-ml.so.1").stub_marker  # never the real library
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 no = lambda: False
 sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=no, is_initialized=no))
 from profiler_core.clock_lock import *
