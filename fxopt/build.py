@@ -17,7 +17,7 @@ from fxopt import bisect
 from fxopt.bisect import Bisection
 from fxopt.dump import Dumper
 from fxopt.fingerprints import canonical
-from fxopt.manager import SlotPass, checked_candidate
+from fxopt.manager import SlotPass, consider
 from fxopt.registry import ConfigPass, Configuration, GraphPass, Pass, PassContext, PassReport, RuntimePass, Stage
 from fxopt.torch_api import inductor
 
@@ -119,13 +119,7 @@ class Builder:
         started = time.perf_counter()
         report = PassReport(p.name, p.stage.value)
         try:
-            found = [
-                (position, checked_candidate(c)) for position, c in p.candidates(self.gm, self.inputs, self.context)
-            ]
-            accepted = list(dict.fromkeys(position for position, candidate in found if not candidate.refused))
-            report = replace(
-                report, matched=len(accepted), refused=tuple((c.target, c.refused) for _, c in found if c.refused)
-            )
+            accepted, report = consider(p, self.gm, self.inputs, self.context)
             if accepted and self.bisection is not None and not self.bisection.take(p.name, "graph"):
                 report = replace(report, matched=0, refused=(*report.refused, ("graph", self.bisection.reason)))
                 accepted = []

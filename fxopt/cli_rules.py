@@ -127,32 +127,15 @@ def kept_ceilings(device: torch.device, measure: bool) -> tuple[Ceilings, Path |
     from profiler_core import roofline
 
     store = resolve_options({}).plan_root / "ceilings"
-    before = set(store.glob("*.json"))
+    file = roofline.kept_at(device, store)
+    # What is kept and cannot be read is measured again, and says so in a warning of its own.
+    measured = measure or not file.exists()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = roofline.ceilings(device, store)
-        file = _file(store, found)
-        if measure and file in before:
-            file.unlink()
-            before.discard(file)
-            found = roofline.ceilings(device, store)
-            file = _file(store, found)
+        found = roofline.ceilings(device, store, again=measure)
     for warning in caught:
         print(f"fxopt: warning: {warning.message}", file=sys.stderr)
-    if file not in before:
+    if measured:
         why = "" if measure else f", for none of this device were kept in {store}"
         print(f"fxopt: measured now{why}", file=sys.stderr)
-    return found, file
-
-
-def _file(store: Path, found: Ceilings) -> Path | None:
-    """The file in which these ceilings are kept: their device, torch, threads and settings are in its name's digest."""
-    import json
-
-    for path in sorted(store.glob("*.json")):
-        try:
-            if json.loads(path.read_text(encoding="utf-8")) == found.to_json():
-                return path
-        except (OSError, ValueError):  # somebody else's file, or a broken one
-            continue
-    return None
+    return found, file if file.exists() else None

@@ -23,11 +23,11 @@ from fxopt import fingerprints, invariants
 from fxopt.bisect import Bisection
 from fxopt.dump import Dumper
 from fxopt.invariants import PROVENANCE_META
-from fxopt.registry import Candidate, GraphPass, InvariantError, PassContext, PassReport, Stage
+from fxopt.registry import Candidate, ConfigPass, GraphPass, InvariantError, PassContext, PassReport, Stage
 from fxopt.torch_api import inductor, values
 from fxopt.torch_api.inductor import CustomGraphPass, InferenceAwareGraphPass
 
-__all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "checked_candidate", "run_pass"]
+__all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "checked_candidate", "consider", "run_pass"]
 
 
 def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) -> str:
@@ -69,9 +69,7 @@ class SlotPass(InferenceAwareGraphPass):
         self.passes = tuple(passes)
         self.context = context
         self.stage = stage
-        self.installed: tuple[Any, ...] = (
-            () if installed is None else tuple(installed) if isinstance(installed, (list, tuple)) else (installed,)
-        )
+        self.installed = inductor.custom_passes(installed)
         self.dumper = dumper
         self.bisection = bisection
         self.reports: list[PassReport] = []
@@ -250,6 +248,18 @@ def checked_candidate(candidate: Any) -> Candidate:
             f'candidates() gave Candidate({target!r}, refused={candidate.refused!r}): `refused` is the reason, or ""'
         )
     return candidate
+
+
+def consider(
+    p: ConfigPass, gm: fx.GraphModule, inputs: Sequence[Any], context: PassContext
+) -> tuple[list[int], PassReport]:
+    """Positions of the inputs that a config pass accepts, each once, and the report so far. Raises what the pass does,
+    and InvariantError for what is no candidate.
+    """
+    found = [(position, checked_candidate(c)) for position, c in p.candidates(gm, inputs, context)]
+    accepted = list(dict.fromkeys(position for position, candidate in found if not candidate.refused))
+    refused = tuple((c.target, c.refused) for _, c in found if c.refused)
+    return accepted, PassReport(p.name, p.stage.value, matched=len(accepted), refused=refused)
 
 
 def _provenance(node: fx.Node, pass_name: str) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from fxopt import toml_file
 
 OWN_PREFIX = "fxopt."
 INDUCTOR_PREFIX = "inductor."
@@ -80,7 +81,7 @@ def _path(value: Any) -> Any:
 def _thresholds(value: Any) -> tuple[tuple[str, float], ...]:
     """Thresholds from a mapping, flat ("rule.metric") or by rule, or from a TOML file of the same form."""
     if isinstance(value, (str, os.PathLike)):
-        value = _toml(Path(value).expanduser()) if os.fspath(value) else {}
+        value = toml_file.read(Path(value).expanduser()) if os.fspath(value) else {}
     if isinstance(value, tuple):
         value = dict(value)
     if not isinstance(value, Mapping):
@@ -93,19 +94,6 @@ def _thresholds(value: Any) -> tuple[tuple[str, float], ...]:
 
     thresholds(flat)  # an unknown name, or a value that is no number, is said now rather than while tuning
     return tuple(sorted((name, float(number)) for name, number in flat.items()))
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
 
 
 _Count = Annotated[int, BeforeValidator(_number)]

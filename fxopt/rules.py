@@ -14,8 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fxopt.fingerprints import module_digest
 from fxopt.labels import Confidence, Evidence, Label
 from fxopt.metrics import GraphTimes, Metric, graph_metrics, lacked, subjects
+from fxopt.report.terminal import shorten
 from fxopt.rule import Facts, Numbers, Rule, Test
 from fxopt.rule_table import RULES
 
@@ -165,16 +167,8 @@ def describe(overrides: Mapping[str, float] | None = None) -> list[dict[str, Any
 
 
 def fingerprint() -> str:
-    """Digest of the rules as they are written: decisions rest on them."""
-    import hashlib
-    from pathlib import Path
-
-    from fxopt import launch_records, metrics, rule, rule_table
-
-    digest = hashlib.sha256()
-    for module in (launch_records, metrics, rule, rule_table):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()
+    """Digests of the rules as they are written: decisions rest on them."""
+    return " ".join(map(module_digest, ("fxopt.launch_records", "fxopt.metrics", "fxopt.rule", "fxopt.rule_table")))
 
 
 _thresholds = thresholds  # ``label`` has a parameter of that name
@@ -224,11 +218,7 @@ def _confidence(rule: Rule, numbers: Numbers) -> Confidence:
 
 def _sentence(rule: str, what: str, where: list[str]) -> str:
     places = [place for place in where if place]
-    shown = ", ".join(map(_short, places[:3])) + (", ..." if len(places) > 3 else "")
+    # A kernel's name may run to thousands of characters.
+    shown = ", ".join(shorten(place, 48) for place in places[:3]) + (", ..." if len(places) > 3 else "")
     on = f" on {len(places)} group{'s' * (len(places) > 1)} ({shown})" if places else ""
     return f"rule {rule} did not fire{on}: {what}"
-
-
-def _short(name: str) -> str:
-    """A kernel's name may run to thousands of characters; they differ at the end."""
-    return name if len(name) <= 48 else f"{name[:24]}...{name[-21:]}"

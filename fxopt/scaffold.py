@@ -9,13 +9,13 @@ import builtins
 import importlib.util
 import keyword
 import re
-import sys
 from collections.abc import Collection, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from fxopt import toml_file
 from fxopt.cli_output import did_you_mean
 from fxopt.labels import Axis
 from fxopt.registry import ENTRY_POINT_GROUP, Stage
@@ -172,16 +172,10 @@ def _entry_point_lines(project: Path, name: str, entry: str) -> str:
 
 def read_project(path: Path) -> dict[str, Any]:
     """A pyproject.toml as data. Raises ScaffoldError naming the place of what is no TOML."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScaffoldError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScaffoldError(f"{path} is not TOML: {error}") from error
+        return toml_file.read(path)
+    except ValueError as error:
+        raise ScaffoldError(str(error)) from error
 
 
 def _next_steps(name: str, directory: Path, written: Sequence[Path], to_add: str) -> str:

@@ -25,6 +25,7 @@ import torch
 __all__ = [
     "Ceilings",
     "ceilings",
+    "kept_at",
     "last_level_cache_bytes",
     "matrix_units",
     "measure_ceilings",
@@ -88,10 +89,16 @@ class Ceilings:
         return cls(**{name: data[name] for name in kinds})
 
 
-def ceilings(device: torch.device, store: Path | None) -> Ceilings:
-    """The ceilings of ``device``: from the folder ``store`` where they were measured under the same name,
-    torch version, thread count and matmul settings, else measured now (about 3 s on a CPU) and written
-    there.
+def kept_at(device: torch.device, store: Path) -> Path:
+    """Where the ceilings of ``device`` are kept in ``store``, under its name, torch's version, the thread count and the
+    matmul settings.
+    """
+    return Path(store) / f"{_slug(device)}.json"
+
+
+def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -> Ceilings:
+    """The ceilings of ``device``: those kept in the folder ``store`` (see :func:`kept_at`), else, or where ``again``
+    asks for it, measured now (about 3 s on a CPU) and written there.
 
     A corrupt file is set aside as ``*.corrupt`` and measured again, with a warning; so is a store that
     cannot be written, in which case nothing is kept. ``store=None`` measures without keeping.
@@ -100,11 +107,11 @@ def ceilings(device: torch.device, store: Path | None) -> Ceilings:
         return measure_ceilings(device)
     from filelock import FileLock, Timeout
 
-    path = Path(store) / f"{_slug(device)}.json"
+    path = kept_at(device, store)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
-            kept = _load(path)
+            kept = None if again else _load(path)
             if kept is not None:
                 return kept
             found = measure_ceilings(device)
@@ -130,7 +137,7 @@ def raised(device: torch.device, store: Path | None, known: Ceilings) -> Ceiling
     if store is not None:
         with suppress(OSError):  # it was measured; that it cannot be kept is `ceilings`' to say
             Path(store).mkdir(parents=True, exist_ok=True)
-            _write(Path(store) / f"{_slug(device)}.json", best)
+            _write(kept_at(device, store), best)
     return best
 
 

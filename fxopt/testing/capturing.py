@@ -30,17 +30,16 @@ class _Captured(BaseException):
     """Ends the compilation. Not an Exception, which Inductor would wrap in one of its own."""
 
 
-class _CaptureSlot(inductor.CustomGraphPass):
+class _CaptureSlot(inductor.InferenceAwareGraphPass):
     """Keeps a copy of the graph that arrives in the slot, then ends the compilation."""
 
     def __init__(self, installed: Any) -> None:
-        many = isinstance(installed, (list, tuple))
-        self.installed = () if installed is None else tuple(installed) if many else (installed,)
+        self.installed = inductor.custom_passes(installed)
         self.module: fx.GraphModule | None = None
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph: fx.Graph, is_inference: bool | None = None) -> None:
         for other in self.installed:  # what a user has put into the slot runs before fxopt's passes do
-            other(graph)
+            inductor.call_custom(other, graph, is_inference)
         self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy.deepcopy(graph))
         raise _Captured
 

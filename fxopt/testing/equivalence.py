@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxopt import effects
-from fxopt.reference import Float64Mode, clone_inputs
+from fxopt.reference import Float64Mode, clone_inputs, storage_groups
 from fxopt.registry import Pass
 from fxopt.testing.running import Result, run
 from fxopt.verify import Budget, Precision, Verdict, parse_precision, verify
@@ -108,11 +108,9 @@ class _Watched:
 
 def _shared(outputs: Sequence[Any]) -> list[list[int]]:
     """Groups of outputs that lie in one storage."""
-    groups: dict[int, list[int]] = {}
-    for index, value in enumerate(outputs):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-            groups.setdefault(value.untyped_storage().data_ptr(), []).append(index)
-    return [group for group in groups.values() if len(group) > 1]
+    # A tensor without elements shares nothing, whatever it is a view of.
+    held = [value if isinstance(value, torch.Tensor) and value.numel() else None for value in outputs]
+    return [group for group in storage_groups(held) if len(group) > 1]
 
 
 def _in_plain_operators(graph: fx.GraphModule) -> fx.GraphModule:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxopt import manager
+from fxopt import effects, manager
 from fxopt.labels import Axis, Label
 from fxopt.registry import (
     ConfigPass,
@@ -160,7 +160,7 @@ def run(
         raise ValueError(f"{p.name} looks at the inputs themselves: take the graph from capture(), or give inputs=")
     try:
         if isinstance(p, ConfigPass):
-            return _configured(p, graph, real, context, report)
+            return _configured(p, graph, real, context)
         if isinstance(p, RuntimePass):
             return _wrapped(p, graph, real, context, report)
     except Exception as error:  # a pass that raises is undone, as it is when fxopt compiles
@@ -229,17 +229,8 @@ def _context_of(p: Pass, graph: fx.GraphModule, given: tuple[Label, ...], precis
 
 def written_inputs(graph: fx.GraphModule) -> frozenset[int]:
     """Positions of the inputs that the graph writes to."""
-    position = {node: i for i, node in enumerate(placeholders(graph))}
-    found = set()
-    for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, fx.Node) and value in position:
-                found.add(position[value])
-    return frozenset(found)
+    written = {source for node in graph.graph.nodes for source in effects.writes_to(node)}
+    return frozenset(i for i, node in enumerate(placeholders(graph)) if node in written)
 
 
 def _ruled_out(p: Pass, context: PassContext) -> str:
@@ -261,13 +252,9 @@ def _copied(graph: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _configured(
-    p: ConfigPass, graph: fx.GraphModule, inputs: list[Any], context: PassContext, report: PassReport
-) -> Result:
+def _configured(p: ConfigPass, graph: fx.GraphModule, inputs: list[Any], context: PassContext) -> Result:
     before = text(graph)
-    found = list(p.candidates(graph, inputs, context))
-    accepted = [position for position, candidate in found if not candidate.refused]
-    report = replace(report, matched=len(accepted), refused=tuple((c.target, c.refused) for _, c in found if c.refused))
+    accepted, report = manager.consider(p, graph, inputs, context)
     if not accepted:
         return Result(report, before, before, graph, graph)
     configuration = p.configure(accepted, context)

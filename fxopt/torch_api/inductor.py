@@ -38,6 +38,7 @@ __all__ = [
     "compile_plain",
     "config_fingerprint",
     "config_keys",
+    "custom_passes",
     "installed_pass",
     "list_modes",
     "lowers",
@@ -129,6 +130,13 @@ def lowers(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return False
     return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "_inductor_lowering_function")
+
+
+def custom_passes(installed: Any) -> tuple[Any, ...]:
+    """What a slot holds, as passes: nothing, one, or (since torch 2.13) a list of them."""
+    if installed is None:
+        return ()
+    return tuple(installed) if isinstance(installed, (list, tuple)) else (installed,)
 
 
 def call_custom(custom: Any, graph: fx.Graph, is_inference: bool | None) -> None:

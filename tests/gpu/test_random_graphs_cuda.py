@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from random_graph_helpers import built_in, for_all
 
 from fxopt import registry, testing
 
@@ -26,34 +25,16 @@ GRAPHS: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-def for_all(strategy: Any, count: int, test: Callable[[Any], None]) -> None:
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
-    @given(strategy)
-    def run(graph: Any) -> None:
-        test(graph)
-
-    run()
-
-
-def built_in() -> list[str]:
-    points = importlib.metadata.entry_points(group=registry.ENTRY_POINT_GROUP)
-    names = sorted(point.name for point in points if point.dist is not None and point.dist.name == "fxopt")
+def for_cuda() -> list[str]:
     known = registry.discover()
-    return [name for name in names if "cuda" in known[name].devices]
+    return [name for name in built_in() if "cuda" in known[name].devices]
 
 
 def test_the_passes_for_cuda_are_found():
-    assert set(built_in()) == set(GRAPHS), "say in GRAPHS what makes a new pass rewrite something"
+    assert set(for_cuda()) == set(GRAPHS), "say in GRAPHS what makes a new pass rewrite something"
 
 
-@pytest.mark.parametrize("name", built_in())
+@pytest.mark.parametrize("name", for_cuda())
 def test_a_built_in_pass_leaves_100_random_graphs_equivalent_on_a_card(name):
     strategy, share = GRAPHS[name]
     p = registry.discover()[name]()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, find, settings
+from random_graph_helpers import built_in, for_all
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,26 +45,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def for_all(strategy: Any, count: int, test: Callable[[Any], None], *, shrink: bool = True) -> None:
-    """Run `test` on `count` graphs, always the same ones."""
-    phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
-
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=phases,
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
-    @given(strategy)
-    def run(graph: Any) -> None:
-        test(graph)
-
-    run()
 
 
 def nodes(graph: testing.RandomGraph, op: str = "call_function") -> list[torch.fx.Node]:
@@ -292,11 +272,6 @@ PASSES = {
     "onednn_linear": Bias(lambda: testing.graphs([packed_linear], dynamic=False, max_nodes=8), 0.8),
     "cuda_graphs": Bias(lambda: testing.graphs(exclude=("random",)), 0.5, make=GraphsOnCpu),
 }
-
-
-def built_in() -> list[str]:
-    points = importlib.metadata.entry_points(group=registry.ENTRY_POINT_GROUP)
-    return sorted(point.name for point in points if point.dist is not None and point.dist.name == "fxopt")
 
 
 def test_the_built_in_passes_are_found():
