@@ -138,7 +138,7 @@ def describe(cls: type[Pass]) -> dict[str, Any]:
         "answers": sorted(axis.value for axis in cls.answers),
         "precision": cls.precision.value,
         "devices": list(cls.devices),
-        **{name: list(getattr(cls, name)) for name in ("after", "before", "needs", "enables")},
+        **{name: list(getattr(cls, name)) for name in ("after", "before", "needs", "enables", "conflicts")},
         "from": distributions().get(cls.name, cls.__module__),
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "source": f"{file}:{line}" if file else None,

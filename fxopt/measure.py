@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PairedResult", "compare", "median_interval", "noise_floor"]
+__all__ = ["PairedResult", "compare", "median_interval", "noise_floor", "paired"]
 
 MIN_PAIRS = 6
 """With fewer pairs not even (smallest, largest) covers the median with 95 %: 1 - 2 * 2^-5 = 93.75 %."""
@@ -54,6 +54,17 @@ class PairedResult:
     def faster(self) -> bool:
         """Whether the candidate is faster beyond doubt: the whole interval lies above the noise."""
         return self.low > 1 + self.noise
+
+    @property
+    def slower(self) -> bool:
+        """Whether the candidate is slower beyond doubt: the whole interval lies below the noise."""
+        return self.high < 1 / (1 + self.noise)
+
+    @property
+    def as_fast(self) -> bool:
+        """Whether the candidate is as fast as the baseline, as far as the noise lets that be told: it is not shown to
+        be slower, and neither does the median say so."""
+        return not self.slower and self.ratio >= 1 / (1 + self.noise)
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -92,7 +103,9 @@ def compare(
 ) -> PairedResult:
     """Time ``candidate`` against ``baseline``, both called as fn(*inputs).
 
-    A block is as many calls as last ``min_block_ns`` (ns), on one set of inputs; the sets take turns. A pair
+    A block is as many calls as last ``min_block_ns`` (ns), on one set of inputs; the sets take turns. Each
+    side has its own number of calls, so that a much faster candidate does not make the baseline's blocks long;
+    what is compared is time per call. A pair
     is a block of each, on the same set, in the order A B, then B A, so that steady drift cancels. Blocks are
     timed by the host's clock with the device synchronised at both ends: this is wall time per call, launches
     and host work included, as a caller sees it, and calls within a block overlap as they do in a loop. Inputs
@@ -120,10 +133,24 @@ def compare(
         )
     deadline = math.inf if time_limit_s is None else started + time_limit_s * 1e9
     with _clock_monitor(device) as monitor:
-        times, calls = _paired_times(
+        times = _paired_times(
             baseline, candidate, input_sets, device, pairs, min_block_ns, deadline, warmup, timer, monitor
         )
         clocks: dict[str, Any] = monitor.summary() if monitor is not None else {}
+    return paired(times, noise, clocks=clocks, marked=_marks(clocks, pairs, len(times)))
+
+
+def paired(
+    times: Sequence[tuple[float, float]],
+    noise: float,
+    *,
+    clocks: dict[str, Any] | None = None,
+    marked: tuple[str, ...] = (),
+) -> PairedResult:
+    """The result of pairs (baseline, candidate) of times per call in ns, wall or any other.
+
+    ValueError for fewer than MIN_PAIRS pairs.
+    """
     ratios = [before / after for before, after in times]
     low, high = median_interval(ratios)
     return PairedResult(
@@ -131,11 +158,11 @@ def compare(
         low=float(low),
         high=float(high),
         pairs=len(times),
-        baseline_ns=median(before for before, _ in times) / calls,
-        candidate_ns=median(after for _, after in times) / calls,
+        baseline_ns=float(median(before for before, _ in times)),
+        candidate_ns=float(median(after for _, after in times)),
         noise=float(noise),
-        clocks=clocks,
-        marked=_marks(clocks, pairs, len(times)),
+        clocks=clocks or {},
+        marked=marked,
     )
 
 
@@ -187,8 +214,8 @@ def _paired_times(
     warmup: int,
     timer: Callable[[], int],
     monitor: Any,
-) -> tuple[list[tuple[int, int]], int]:
-    """(baseline, candidate) time of each pair of blocks in ns, and the calls in a block."""
+) -> list[tuple[float, float]]:
+    """(baseline, candidate) time per call of each pair of blocks, in ns."""
 
     def block(fn: Callable[..., Any], inputs: Sequence[Any], calls: int) -> int:
         _synchronize(device)
@@ -202,25 +229,24 @@ def _paired_times(
         for fn in (baseline, candidate):
             block(fn, inputs, warmup)
     with _garbage_collection_off():
-        calls = max(
-            _calls_to_fill(min_block_ns, lambda n, fn=fn: block(fn, input_sets[0], n))  # type: ignore[misc]
+        sides = [
+            (fn, _calls_to_fill(min_block_ns, lambda n, fn=fn: block(fn, input_sets[0], n)))  # type: ignore[misc]
             for fn in (baseline, candidate)
-        )
-        times: list[tuple[int, int]] = []
+        ]
+        times: list[tuple[float, float]] = []
         for pair in range(pairs + pairs % 2):
             # Only whole A B, B A sequences: after an odd number of pairs drift would favour one side.
             if pair >= MIN_PAIRS and pair % 2 == 0 and timer() >= deadline:
                 break
             # By twos, so that each set is measured in both orders whatever their number.
             inputs = input_sets[pair // 2 % len(input_sets)]
-            if pair % 2 == 0:
-                before, after = block(baseline, inputs, calls), block(candidate, inputs, calls)
-            else:
-                after, before = block(candidate, inputs, calls), block(baseline, inputs, calls)
-            times.append((max(before, 1), max(after, 1)))
+            turn = sides if pair % 2 == 0 else sides[::-1]
+            taken = [max(block(fn, inputs, calls), 1) / calls for fn, calls in turn]
+            before, after = taken if pair % 2 == 0 else taken[::-1]
+            times.append((before, after))
             if monitor is not None:
                 monitor.sample()
-    return times, calls
+    return times
 
 
 def _calls_to_fill(min_block_ns: int, block: Callable[[int], int]) -> int:

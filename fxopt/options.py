@@ -74,6 +74,21 @@ def _maybe_bool(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("auto", "none") else value
 
 
+def _memory(value: Any) -> int | str | None:
+    """Bytes as a number; a share as "20%". None and "none" set no limit."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+        return None
+    if isinstance(value, str) and value.strip().endswith("%"):
+        share = float(value.strip().removesuffix("%"))
+        if not 0 <= share <= 100:
+            raise ValueError("not a share")
+        return f"{share:g}%"
+    number = float(value) if isinstance(value, (str, float)) else value
+    if isinstance(number, bool) or not 0 <= number < float("inf") or number != int(number):
+        raise ValueError("not a number of bytes")
+    return int(number)
+
+
 def _path(value: Any) -> Any:
     return Path(value).expanduser() if isinstance(value, (str, os.PathLike)) and os.fspath(value) else value
 
@@ -120,7 +135,8 @@ class Options(BaseModel):
     )
     objective: Literal["wall", "kernel"] = _field(
         "wall",
-        "What decides whether a candidate is kept: wall time of a call, or the sum of its kernel times.",
+        "What decides whether a candidate is kept: wall time of a call, or the sum of its kernel times (of two whose "
+        "kernels take as long, the faster call; a call that got slower than the baseline's is told in the report).",
         "wall or kernel",
         decides=True,
     )
@@ -154,6 +170,19 @@ class Options(BaseModel):
         "Time that tuning one graph may take, compiling included; what is not decided by then is not kept.",
         "seconds, more than 0",
         gt=0,
+    )
+    memory_limit: Annotated[int | str | None, BeforeValidator(_memory)] = _field(
+        None,
+        "Memory that a candidate may take beyond Inductor's code: constants that it holds and, on CUDA, whatever else "
+        "stays allocated, and the peak of a call. Not given: it is only reported.",
+        "a number of bytes, or a share of the device's memory such as 20%",
+        decides=True,
+    )
+    ablate: bool = _field(
+        False,
+        "Measure what each kept pass is worth, alone and taken away, into the report's ablation. Costs a compilation "
+        "and a comparison for each, beyond the time limit.",
+        "true or false",
     )
     warmup: _Count = _field(3, "Calls before anything is measured.", "a whole number, 0 or more", ge=0)
     iterations: _Count = _field(5, "Calls that are profiled.", "a whole number, 1 or more", ge=1)

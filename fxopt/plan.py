@@ -99,6 +99,7 @@ class Plan(BaseModel):
     tuning_seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
     calls_to_pay: float | None = Field(None, ge=0, allow_inf_nan=False)  # None: tuning never pays for itself
     memory_bytes: int | None = None  # that the plan costs over the baseline
+    ablation: list[dict[str, Any]] = Field(default_factory=list)  # what each pass is worth, where it was asked for
 
 
 @dataclass(frozen=True)

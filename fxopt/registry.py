@@ -26,6 +26,7 @@ import importlib.metadata
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -33,6 +34,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from fxopt.fingerprints import canonical, source_digest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import fx
 
@@ -102,7 +105,8 @@ class PassContext:
     `origins` maps each node of the measured post-grad graph to the pre-grad nodes that it comes from. `static` holds
     the positions of inputs that are parameters or buffers; `mutated` those of inputs that the graph writes to;
     `session` is true under `fxopt.optimize`, where weights may be held constant; `random` names nodes that draw
-    random numbers; `dynamic` is true where a size is symbolic.
+    random numbers; `dynamic` is true where a size is symbolic. `cache` is a folder in which a pass may keep what it
+    measured on this device, shared by processes.
     """
 
     device: torch.device
@@ -116,6 +120,7 @@ class PassContext:
     dynamic: bool = False
     session: bool = False
     grad: bool = False
+    cache: Path | None = None
 
     def labelled(self, axes: Iterable[Axis]) -> frozenset[str]:
         """Names of the post-grad nodes that carry one of `axes`."""
@@ -162,8 +167,9 @@ class Pass:
     name: unique. answers: axes of the labels it consumes. stage: see `Stage`. precision: class that it needs.
     after / before: names of passes it must follow or precede. enables: names of passes that may pay only together
     with this one, so that it stays in the trial although it is no faster. needs: names of passes that it cannot do
-    without, which join its trial. devices: types of device it is for;
-    elsewhere it is not mentioned.
+    without, which join its trial. conflicts: names of passes that answer the same thing on the same nodes, never in one
+    trial with it, whichever of the two says so. last: whether it is tried after all others, for it compiles long.
+    devices: types of device it is for; elsewhere it is not mentioned.
     """
 
     name: ClassVar[str] = ""
@@ -174,11 +180,18 @@ class Pass:
     before: ClassVar[tuple[str, ...]] = ()
     enables: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    last: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def applicable(self, context: PassContext) -> str:
         """Why the pass cannot be used on this graph at all, "" if it can."""
         return ""
+
+    def variants(self, context: PassContext) -> Sequence[Pass]:
+        """Instances of this pass with other options to try, the best guess first. Each is a trial of its own, and at
+        most one of them is in use. Must be of this very class."""
+        return (self,)
 
     def options(self) -> dict[str, Any]:
         """The pass's options and their values."""
@@ -241,6 +254,10 @@ class RuntimePass(Pass):
 
     Positions (`inputs`, `context.static`, `compiled.mutated`) are in the callable's own argument order.
     """
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What the code is compiled in, as far as Inductor reads it then: a setting that `wrap` holds during calls."""
+        return nullcontext()
 
     def refuse(self, compiled: Any, inputs: Sequence[Any], context: PassContext) -> str:
         """Why the compiled code cannot be wrapped, "" if it can."""
@@ -344,7 +361,7 @@ def _check_answers(where: str, answers: Any) -> None:
 
 
 def _check_names(where: str, cls: type[Pass]) -> None:
-    for attribute in ("after", "before", "enables", "needs", "devices"):
+    for attribute in ("after", "before", "enables", "needs", "conflicts", "devices"):
         value = getattr(cls, attribute)
         if isinstance(value, str):
             raise RegistryError(f"{where}: `{attribute}` is the string {value!r}; write the tuple ({value!r},)")
@@ -355,8 +372,10 @@ def _check_names(where: str, cls: type[Pass]) -> None:
                 raise RegistryError(f"{where}: `{attribute}` holds {one!r}; write a tuple of strings")
             if attribute == "devices" and one not in _DEVICES:
                 raise RegistryError(f"{where}: `devices` holds {one!r}; the devices are {', '.join(_DEVICES)}")
-            if attribute in ("after", "before") and one == cls.name:
+            if attribute in ("after", "before", "conflicts") and one == cls.name:
                 raise RegistryError(f"{where}: `{attribute}` holds the pass's own name, {one!r}; take it out")
+            if attribute == "conflicts" and one in cls.needs:
+                raise RegistryError(f"{where}: {one!r} is in `needs` and in `conflicts`; take it out of one of them")
 
 
 def _check_instance(cls: type[Pass]) -> None:
@@ -424,6 +443,26 @@ def inapplicable(p: Pass, context: PassContext) -> str:
         return p.applicable(context)
     except Exception as error:
         return f"its applicable() raised {type(error).__name__}: {error}"
+
+
+def in_conflict(one: Pass, other: Pass) -> bool:
+    """Whether the two must not be in one trial, whichever of them says so."""
+    return other.name in one.conflicts or one.name in other.conflicts
+
+
+def variants(p: Pass, context: PassContext) -> list[Pass]:
+    """What `p` proposes to try: instances of its own class, each once, the best guess first.
+
+    RegistryError for anything else.
+    """
+    found: dict[str, Pass] = {}
+    for one in p.variants(context):
+        if type(one) is not type(p):
+            raise RegistryError(f"{p.name}: variants() gave {one!r}; give instances of {type(p).__qualname__}")
+        found.setdefault(one.fingerprint(), one)
+    if not found:
+        raise RegistryError(f"{p.name}: variants() gave nothing; give (self,) where there is nothing to choose")
+    return list(found.values())
 
 
 def order(passes: Sequence[Pass]) -> list[Pass]:

@@ -6,38 +6,36 @@ import contextlib
 import logging
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from fxopt import bisect, identity, measure, registry, rules, verify
+from fxopt import ablation, bisect, floor, identity, registry, verify
+from fxopt.ablation import AblationRow
 from fxopt.build import Build, Builder
 from fxopt.dump import Dumper
 from fxopt.labels import Label
 from fxopt.options import Options
 from fxopt.plan import PassUse, Plan, PlanCorrupt, PlanStore, PlanStoreError, plan_key
 from fxopt.profiling import labels_of, profile_build
-from fxopt.registry import Pass, PassContext
+from fxopt.proposals import Proposals
+from fxopt.registry import PassContext
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
-from fxopt.search import Trial, search
+from fxopt.search import Proposal, Search, Step, Trial
 from fxopt.torch_api import dynamo, inductor
+from fxopt.trials import Trials, spelled
+from fxopt.warning import FxoptWarning, warn
 
 if TYPE_CHECKING:
     from profiler_core.profiles import Profile
+    from profiler_core.roofline import Ceilings
+
+__all__ = ["FxoptWarning", "Tuner", "graph_device", "unsupported", "warn"]
 
 log = logging.getLogger("fxopt")
-
-
-class FxoptWarning(UserWarning):
-    """Something went wrong inside fxopt; the model runs all the same."""
-
-
-def warn(message: str) -> None:
-    warnings.warn(f"fxopt: {message}", FxoptWarning, stacklevel=2)
 
 
 @dataclass
@@ -64,7 +62,6 @@ class Tuner:
         self.store = PlanStore(self.options.plan_root)
         self.passes = registry.select(self.options.passes, self.options.disable)
         self.started = time.perf_counter()
-        self._considered: set[str] = set()
         self.report.compile_id = dynamo.current_compile_id()
 
     # -- the way through ------------------------------------------------------------------------------------------
@@ -144,6 +141,7 @@ class Tuner:
         self.report.labels = labels
         self.report.decision = plan.decision
         self.report.out_of_reach = list(plan.out_of_reach)
+        self.report.ablation = [AblationRow.from_json(row) for row in plan.ablation]
         limited = bisect.of_process(self.options.bisect, self._name)
         builder = replace(self._builder(context), bisection=limited)
         if plan.decision == "baseline":
@@ -151,27 +149,52 @@ class Tuner:
             compiled.scope.adopt()
             return compiled.flat()
         known = registry.discover()
-        passes = registry.order([known[use.name](**use.options) for use in plan.passes])
+        # A frozen pass has tuples for options, of which JSON makes lists.
+        passes = registry.order(
+            [
+                known[use.name](**{k: tuple(v) if isinstance(v, list) else v for k, v in use.options.items()})
+                for use in plan.passes
+            ]
+        )
         build = builder.build(passes, keep_guards=True)
         if build.errors:
             raise RuntimeError(f"the plan {self.report.key[:12]} does not apply: {'; '.join(build.errors)}")
         self.report.frozen = bool(build.compiled.frozen)
         self.report.candidates = [
             CandidateReport(
-                name="+".join(p.name for p in passes),
+                name="+".join(map(spelled, passes)),
                 passes=[p.name for p in passes],
                 reports=build.reports,
                 outcome="kept",
                 reason="plan",
                 compile_seconds=build.seconds,
+                options={p.name: to_plain(p.options()) for p in passes},
             )
         ]
+        if self.options.ablate and self.may_measure and limited is None and not plan.ablation:
+            self._ablate_plan(plan, builder, build)
         build.compiled.scope.adopt()
         return build.fn
+
+    def _ablate_plan(self, plan: Plan, builder: Builder, kept: Build) -> None:
+        """Measures the ablation that the tuning run was not asked for, and adds it to the plan."""
+        self._share(frozenset(plan.mutated))
+        with phase(self.report, "compile baseline"):
+            baseline = self._timed_baseline(builder.baseline())
+        trials = self._trials(builder, self._steady(baseline), plan.environment)
+        trials.hold(kept)
+        rows = trials.ablate(kept.passes) + ablation.not_kept([], kept.passes, plan.out_of_reach)
+        self.report.ablation = rows
+        try:
+            self.store.save(plan.model_copy(update={"ablation": to_plain(rows)}))
+        except PlanStoreError as error:
+            self._store_failed(error)
 
     # -- tuning ---------------------------------------------------------------------------------------------------
 
     def _tune(self) -> Callable[..., Any]:
+        from profiler_core import layers
+
         report = self.report
         context = self._context([])
         builder = self._builder(context)
@@ -187,9 +210,7 @@ class Tuner:
             return baseline.fn
 
         mutated = baseline.compiled.mutated or frozenset()
-        # Parameters and buffers are shared by every measured call, except those that a call would change.
-        self._held, self._mutated = self.static - mutated, mutated
-        self._before = verify.clone_inputs(self.real, self._held) if mutated else []
+        self._share(mutated)
         with phase(report, "measure baseline"):
             profile = self._profile(baseline)
         report.profile = profile
@@ -198,6 +219,7 @@ class Tuner:
         with phase(report, "label"):
             found, report.ceilings = labels_of(profile, self.device, self.options, self.store.root / "ceilings")
         report.labels, report.missing = list(found.labels), list(found.missing)
+        self._find_floor(baseline, report.ceilings)
         self._say(f"measured: kernels {profile.kernel_ns / 1e3:.0f} us, wall {profile.wall_ns / 1e3:.0f} us a call")
         context = self._context(
             report.labels,
@@ -207,19 +229,45 @@ class Tuner:
         builder = replace(builder, context=context)
         callers_own = self._timed_baseline(baseline)
         timed_baseline = self._steady(callers_own)
-        proposals = self._propose(context, context.labels)
-        best = self._search(builder, timed_baseline, proposals) if proposals else None
-        kept = best if best is not None else baseline
+        classes = layers.find(self._provenance).node_class
+        proposals = Proposals(self.passes, self.options, report, context, classes)
+        best: Trial | None = None
+        if first := proposals.answering(context.labels):
+            trials = self._trials(builder, timed_baseline, profile.environment)
+            best = self._search(trials, proposals, first)
+            if self.options.ablate:
+                passes = best.passes if best is not None else []
+                report.ablation = trials.ablate(passes)
+                report.ablation += ablation.not_kept(report.candidates, passes, report.out_of_reach)
+        kept = best.build if best is not None else baseline
         if best is None and not report.candidates and not report.out_of_reach:
             report.messages.append("no pass answers a label of this graph")
         report.frozen = bool(kept.compiled.frozen)
-        report.memory_bytes = kept.memory_bytes if best is not None else 0
-        report.output_copies = getattr(best.fn if best else None, "output_copies", None)
+        report.memory_bytes = best.entry.memory_bytes if best is not None else 0
+        report.output_copies = getattr(best.build.fn if best is not None else None, "output_copies", None)
         if best is None and self._wants_graphs():
             kept = replace(baseline, fn=callers_own)
         kept.compiled.scope.adopt()
         self._write_plan(best)
         return kept.fn
+
+    def _share(self, mutated: frozenset[int]) -> None:
+        """Parameters and buffers are shared by every measured call, except those that a call would change."""
+        self._held, self._mutated = self.static - mutated, mutated
+        self._before = verify.clone_inputs(self.real, self._held) if mutated else []
+
+    def _find_floor(self, baseline: Build, ceilings: Ceilings) -> None:
+        report, graph = self.report, baseline.compiled.post_grad
+        if graph is None:
+            return
+        try:
+            found = floor.floor(graph.graph, ceilings, self.budget)
+        except Exception as error:  # a number for the reader, which no decision rests on
+            if self.options.on_error == "raise":
+                raise
+            report.messages.append(f"no floor: its model fails on this graph: {type(error).__name__}: {error}")
+        else:
+            report.floor_ns, report.floor_flops, report.floor_bytes = found.ns, found.flops, found.bytes
 
     def _profile(self, build: Build) -> Profile:
         """Measured before any CUDA graph is captured, on copies of the inputs, with the random state put back."""
@@ -264,168 +312,58 @@ class Tuner:
         with dynamo.outside_tracing(), torch.random.fork_rng(devices=devices):
             yield
 
-    def _propose(self, context: PassContext, labels: Sequence[Label]) -> list[Pass]:
-        """Passes that answer one of `labels`, each considered once; the report says why others are out of reach."""
-        proposals = []
-        for p in self.passes:
-            mine = [label for label in labels if label.axis in p.answers]
-            if not mine or p.name in self._considered or self.device.type not in p.devices:
-                continue
-            self._considered.add(p.name)
-            # A kernel may carry several labels; what it could save at most is the largest of them.
-            most: dict[str, float] = {}
-            for label in mine:
-                most[label.launch] = max(most.get(label.launch, 0.0), label.headroom_ns)
-            headroom = sum(most.values()) / 1e3
-            axes = ", ".join(sorted({label.axis.value for label in mine}))
-            nodes = len({name for label in mine for name in label.nodes}) or 1
-            what = f"it would answer {axes} on {nodes} nodes (headroom {headroom:.0f} us)"
-            reason = registry.inapplicable(p, context)
-            if not reason and not self.budget.allows(p.precision):
-                reason = f"needs precision={p.precision.value!r}, and {self.options.precision!r} was asked for"
-            if reason:
-                self.report.out_of_reach.append(f"{p.name}: {reason}; {what}")
-            else:
-                proposals.append(p)
-        return proposals
-
-    def _search(self, builder: Builder, baseline: Callable[..., Any], proposals: Sequence[Pass]) -> Build | None:
-        """The best build, compared with the baseline once more; None where the baseline stays."""
+    def _search(self, trials: Trials, proposals: Proposals, first: Sequence[Proposal]) -> Trial | None:
+        """The best trial, compared with the baseline once more; None where the baseline stays."""
         report = self.report
-        input_sets = self._input_sets()
-        with phase(report, "noise floor"), self._running():
-            noise = measure.noise_floor(baseline, input_sets, device=self.device)
-
-        def evaluate(passes: list[Pass], best: Trial | None) -> Trial | None:
-            entry = CandidateReport("+".join(p.name for p in passes), [p.name for p in passes])
-            report.candidates.append(entry)
-            current = self._steady(best.build.fn) if best is not None else baseline
-            build = self._try(builder, passes, entry, baseline, current, input_sets, noise)
-            self._say(f"{entry.name}: {entry.reason or 'right and timed'}")
-            return Trial(passes, build, entry) if build is not None and entry.paired is not None else None
-
-        best = search(
-            proposals,
-            evaluate=evaluate,
-            propose=lambda labels: self._propose(builder.context, labels),
-            faster=self._is_faster,
-            less_kernel_time=lambda entry, before: self._less_kernel_time(entry, before, noise),
+        best = Search(
+            evaluate=trials.evaluate,
+            propose=proposals.answering,
+            faster=trials.faster,
+            less_kernel_time=trials.less_kernel_time,
+            as_fast=trials.as_fast,
             expired=self._expired,
-            needs=lambda p: [q for q in self.passes if q.name in p.needs],
-        )
-        if best is None:
-            return None
-        with phase(report, "compare"), self._running():
-            report.ratio = self._compare(baseline, self._steady(best.build.fn), input_sets, noise)
-        if self.options.objective == "wall" and not report.ratio.faster:
-            best.entry.outcome = "rejected"
-            best.entry.reason = f"not faster than the baseline in the last comparison: {report.ratio.ratio:.3f}x"
+            needs=proposals.needs,
+        ).run(first)
+        if best is None or not trials.confirm(best):
             return None
         report.decision = "candidate"
         report.verdict = best.entry.verdict
-        report.kept_wall_ns, report.baseline_wall_ns = report.ratio.candidate_ns, report.ratio.baseline_ns
-        report.kept_kernel_ns = best.entry.kernel_ns
         # The kept candidate is the last one listed, whatever was tried after it.
         report.candidates.remove(best.entry)
         report.candidates.append(best.entry)
-        return best.build
+        return best
 
-    def _expired(self, p: Pass) -> bool:
+    def _expired(self, step: Step) -> bool:
         if time.perf_counter() - self.started <= self.options.time_limit:
             return False
         limit = f"the time limit of {self.options.time_limit:g} s is spent"
-        self.report.out_of_reach.append(f"{p.name}: not tried, {limit}")
+        if step.removal:
+            self.report.messages.append(f"{limit}: whether {step.subject.name} is still of use was not tried")
+        else:
+            self.report.out_of_reach.append(f"{spelled(step.subject)}: not tried, {limit}")
         return True
 
     def _say(self, what: str) -> None:
         """One line of progress on stderr, where it was asked for."""
         if self.options.verbose:
-            print(f"fxopt [{time.perf_counter() - self.started:6.1f} s] {what}", file=sys.stderr, flush=True)
+            spent = f"{time.perf_counter() - self.started:6.1f} of {self.options.time_limit:g} s"
+            print(f"fxopt [{spent}] {what}", file=sys.stderr, flush=True)
 
-    def _is_faster(self, entry: CandidateReport, best: CandidateReport | None) -> bool:
-        assert entry.paired is not None
-        if self.options.objective == "wall":
-            return entry.paired.faster
-        return self._less_kernel_time(entry, best, entry.paired.noise)
-
-    def _less_kernel_time(self, entry: CandidateReport, best: CandidateReport | None, noise: float) -> bool:
-        before = best.kernel_ns if best is not None else self.report.baseline_kernel_ns
-        return entry.kernel_ns is not None and before is not None and entry.kernel_ns < before * (1 - noise)
-
-    def _try(
-        self,
-        builder: Builder,
-        trial: Sequence[Pass],
-        entry: CandidateReport,
-        baseline: Callable[..., Any],
-        current: Callable[..., Any],
-        input_sets: Sequence[Sequence[Any]],
-        noise: float,
-    ) -> Build | None:
-        """Build, verify and time one candidate; None (with the reason in `entry`) where it cannot be used."""
-        report = self.report
-        try:
-            with phase(report, "compile candidates"):
-                build = builder.build(trial)
-            entry.reports, entry.compile_seconds = build.reports, build.seconds
-            if build.errors:
-                entry.reason = "; ".join(build.errors)
-                warn(f"a candidate was dropped: {entry.reason}")
-                return None
-            if not build.effective:
-                entry.outcome = "rejected"
-                idle = next(r for r in build.reports if not r.rewritten)
-                entry.reason = f"{idle.name} found nothing to do: {_first_refusal(idle)}"
-                return None
-            with phase(report, "verify"), self._running():
-                entry.verdict = verify.verify(
-                    build.fn,
-                    baseline,
-                    dynamo.copy_graph(self.gm),
-                    input_sets,
-                    self._held,
-                    self.budget,
-                    logits=self.options.logits,
-                )
-            if not entry.verdict.ok:
-                entry.outcome, entry.reason = "rejected", f"wrong: {entry.verdict.reason}"
-                return None
-            with phase(report, "compare"), self._running():
-                steady = self._steady(build.fn)
-                entry.paired = self._compare(current, steady, input_sets, noise)
-                entry.kernel_ns = self._kernel_ns(steady, input_sets[0])
-            assert report.profile is not None
-            entry.labels = rules.label_graph(
-                entry.paired.candidate_ns,
-                entry.kernel_ns,
-                report.profile.environment,
-                thresholds=dict(self.options.thresholds),
-            )
-            return build
-        except Exception as error:
-            if self.options.on_error == "raise":
-                raise
-            entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
-            warn(f"the candidate {entry.name} failed and was dropped: {entry.reason}")
-            return None
-
-    def _compare(
-        self, first: Callable[..., Any], second: Callable[..., Any], input_sets: Sequence[Sequence[Any]], noise: float
-    ) -> measure.PairedResult:
-        """Paired timing; where only the median says faster, once more with four times the pairs."""
-        pairs = self.options.pairs
-        found = measure.compare(first, second, input_sets, device=self.device, pairs=pairs, noise=noise)
-        if found.ratio > 1 + noise and not found.faster:
-            found = measure.compare(first, second, input_sets, device=self.device, pairs=4 * pairs, noise=noise)
-        return found
-
-    def _kernel_ns(self, fn: Callable[..., Any], arguments: Sequence[Any]) -> float:
-        from profiler_core.collect import kineto
-
-        return float(
-            kineto.kernel_time(
-                lambda: fn(*arguments), iterations=self.options.iterations, warmup=1, device=self.device
-            ).kernel_ns
+    def _trials(self, builder: Builder, baseline: Callable[..., Any], environment: Mapping[str, Any]) -> Trials:
+        return Trials(
+            self.gm,
+            self.inputs,
+            builder,
+            baseline,
+            self._input_sets(),
+            self._held,
+            self.options,
+            self.device,
+            self.report,
+            environment,
+            self._steady,
+            self._running,
+            self._say,
         )
 
     def _input_sets(self) -> list[list[Any]]:
@@ -485,13 +423,14 @@ class Tuner:
             random=tuple(dynamo.random_operations(self.gm)),
             dynamic=dynamo.symbolic(self.inputs, self.gm),
             session=self.session,
+            cache=self.store.root / "measured",
             grad=torch.is_grad_enabled()
             and any(isinstance(value, torch.Tensor) and value.requires_grad for value in self.inputs),
         )
 
     # -- remembering ----------------------------------------------------------------------------------------------
 
-    def _write_plan(self, best: Build | None) -> None:
+    def _write_plan(self, best: Trial | None) -> None:
         from datetime import datetime, timezone
 
         report = self.report
@@ -522,21 +461,21 @@ class Tuner:
                 "attributed_share": profile.attributed_share,
                 "kept_kernel_ns": report.kept_kernel_ns,
                 "kept_wall_ns": report.kept_wall_ns,
+                "floor_ns": report.floor_ns,
+                "floor_flops": report.floor_flops,
+                "floor_bytes": report.floor_bytes,
             },
             environment=to_plain(profile.environment),
             out_of_reach=list(report.out_of_reach),
             tuning_seconds=spent,
             calls_to_pay=report.calls_to_pay,
             memory_bytes=report.memory_bytes,
+            ablation=to_plain(report.ablation),
         )
         try:
             self.store.save(plan)
         except PlanStoreError as error:
             self._store_failed(error)
-
-
-def _first_refusal(report: Any) -> str:
-    return report.refused[0][1] if report.refused else "no candidate"
 
 
 def graph_device(inputs: Sequence[Any]) -> torch.device:

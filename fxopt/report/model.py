@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fxopt.ablation import AblationRow
     from fxopt.labels import Label
     from fxopt.measure import PairedResult
     from fxopt.registry import PassReport
@@ -27,6 +28,11 @@ class CandidateReport:
     outcome: "kept" (part of the final code), "rejected" (right or wrong, not wanted), "failed" (could not be built).
     paired compares it with the best code at that time, kernel_ns is the sum of its kernel times per call; labels are
     those of the graph as a whole once it was measured again (shorter kernels may leave it bound by launches).
+    step: "add" where `subject` is the pass that was added for this trial, "remove" where it was dropped from the best
+    set; options: of each pass in it, and subject_options of that one. headroom_ns: what the labels that the subject
+    answers say it could save, headroom_by_class: the same by class of repeated layer ("": outside of any).
+    memory_bytes: that the code holds beyond Inductor's own (packed, cast or split weights; on CUDA whatever stays
+    allocated after a call). peak_bytes: allocated beyond that during a call (CUDA; None elsewhere).
     """
 
     name: str
@@ -39,6 +45,14 @@ class CandidateReport:
     reason: str = ""
     compile_seconds: float = 0.0
     labels: list[Label] = field(default_factory=list)
+    step: str = ""
+    subject: str = ""
+    subject_options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    headroom_ns: float = 0.0
+    headroom_by_class: dict[str, float] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass
@@ -50,7 +64,11 @@ class GraphReport:
     "fallback" (something failed; `messages` says what).
     frozen: weights are held constant in the kept code.
     ceilings: of the device, measured; labels were drawn against them.
-    Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster).
+    Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster), and
+    kernel_ratio their kernel times, where the objective is the kernel time.
+    floor_ns: the least time that the graph's floor_flops and floor_bytes take on this device (`fxopt.floor`).
+    baseline_peak_bytes: allocated during a call of the baseline (CUDA; None elsewhere).
+    ablation: what each pass is worth, where the option `ablate` asked for it.
     """
 
     key: str = ""
@@ -76,6 +94,24 @@ class GraphReport:
     output_copies: int | None = None
     memory_bytes: int | None = None
     calls_to_pay: float | None = None
+    kernel_ratio: PairedResult | None = None
+    floor_ns: float | None = None
+    floor_flops: float | None = None
+    floor_bytes: float | None = None
+    baseline_peak_bytes: int | None = None
+    ablation: list[AblationRow] = field(default_factory=list)
+
+    @property
+    def gap_to_floor(self) -> tuple[float, float] | None:
+        """How many times the floor the kernels take, before (the baseline) and after (the kept code)."""
+        if not self.floor_ns or self.baseline_kernel_ns is None or self.kept_kernel_ns is None:
+            return None
+        return self.baseline_kernel_ns / self.floor_ns, self.kept_kernel_ns / self.floor_ns
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data: the fields, and the gap to the floor."""
+        fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {**fields, "gap_to_floor": to_plain(self.gap_to_floor)}
 
     @property
     def passes(self) -> list[str]:
@@ -88,12 +124,23 @@ class GraphReport:
         return self.ratio.ratio if self.ratio is not None and self.decision == "candidate" else 1.0
 
 
+@dataclass(frozen=True)
+class EagerModule:
+    """A module that Dynamo leaves to eager: its time in one call of the model, and the share of the call's."""
+
+    name: str
+    type: str
+    time_ns: float
+    share: float
+
+
 @dataclass
 class Report:
     """All graphs of one model (a model with graph breaks has several)."""
 
     graphs: list[GraphReport] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+    eager_modules: list[EagerModule] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data. The profile appears as its own JSON form."""
@@ -101,6 +148,7 @@ class Report:
             "schema_version": SCHEMA_VERSION,
             "messages": list(self.messages),
             "graphs": [to_plain(graph) for graph in self.graphs],
+            "eager_modules": to_plain(self.eager_modules),
         }
 
 

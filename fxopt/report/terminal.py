@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
+    from fxopt.ablation import AblationRow
     from fxopt.report.model import CandidateReport, GraphReport, Report
 
 TOP = 10
@@ -97,6 +98,9 @@ def render(report: Report, console: Console) -> None:
         if index:
             console.print()
         _graph(graph, index, len(report.graphs), console)
+    for module in getattr(report, "eager_modules", None) or ():
+        time = f"{duration(module.time_ns)}, {module.share:.0%} of a call"
+        _say(console, f"Left to eager by Dynamo: {module.name} ({module.type}), {time}")
     for message in getattr(report, "messages", None) or ():
         _say(console, f"! {message}")
 
@@ -108,6 +112,10 @@ def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None
         _say(console, _times(graph), indent=2)
     if graph.ratio is not None:
         _say(console, f"Paired: {_paired(graph.ratio)}.", indent=2)
+    if graph.kernel_ratio is not None:
+        _say(console, f"Kernel times, side by side: {_paired(graph.kernel_ratio)}.", indent=2)
+    if graph.floor_ns:
+        _say(console, _floor(graph), indent=2)
     if graph.verdict is not None:
         _say(console, f"Numerics: {_verdict(graph.verdict)}.", indent=2)
     if graph.frozen:
@@ -130,6 +138,8 @@ def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None
         _heading(console, "What each candidate and pass did")
         for candidate in graph.candidates:
             _candidate(candidate, console)
+    if graph.ablation:
+        _ablation(graph.ablation, console)
     if graph.out_of_reach:
         _heading(console, "Out of reach here")
         for line in graph.out_of_reach:
@@ -164,6 +174,17 @@ def _times(graph: GraphReport) -> str:
     if graph.kept_kernel_ns is not None:
         parts.append(f"kernel sum {duration(graph.kept_kernel_ns)} (baseline {duration(graph.baseline_kernel_ns)})")
     return ", ".join(parts) + "."
+
+
+def _floor(graph: GraphReport) -> str:
+    """What the device could do at best, and how far from that the kernels are."""
+    text = f"Floor by the roofline: {duration(graph.floor_ns)} a call"
+    if graph.floor_flops is not None and graph.floor_bytes is not None:
+        text += f" ({graph.floor_flops / 1e9:.3g} GFLOP, {size(graph.floor_bytes)})"
+    if graph.gap_to_floor is not None:
+        before, after = graph.gap_to_floor
+        text += f"; gap to the floor: {_three_digits(before)}x before, {_three_digits(after)}x after"
+    return f"{text}."
 
 
 def _paired(paired: Any) -> str:
@@ -302,6 +323,10 @@ def _quantity(value: float, unit: str) -> str:
 def _candidate(candidate: CandidateReport, console: Console) -> None:
     reason = f": {candidate.reason}" if candidate.reason else ""
     _say(console, f"{candidate.name}: {candidate.outcome}{reason}", "bold", indent=2)
+    if candidate.headroom_ns:
+        repeated = len([name for name in candidate.headroom_by_class if name])
+        where = f", in {repeated} class(es) of repeated layers" if repeated else ""
+        _say(console, f"- {candidate.subject} could save up to {duration(candidate.headroom_ns)}{where}", indent=4)
     for report in candidate.reports:
         text = f"- pass {report.name} ({_value(report.stage)}): matched {report.matched}"
         text += f", rewritten {report.rewritten}"
@@ -316,8 +341,33 @@ def _candidate(candidate: CandidateReport, console: Console) -> None:
         _say(console, f"- {_paired(candidate.paired)}", indent=4)
     if candidate.kernel_ns is not None:
         _say(console, f"- kernel sum {duration(candidate.kernel_ns)} a call", indent=4)
+    if candidate.memory_bytes or candidate.peak_bytes:
+        peak = f", {size(candidate.peak_bytes)} during a call" if candidate.peak_bytes is not None else ""
+        _say(console, f"- holds {size(candidate.memory_bytes or 0)} more memory{peak}", indent=4)
     if candidate.compile_seconds:
         _say(console, f"- compiled in {seconds(candidate.compile_seconds)}", indent=4)
+
+
+def _ablation(rows: Sequence[AblationRow], console: Console) -> None:
+    """A table of the kept passes, and a line for each other one."""
+    _heading(console, "What each pass is worth, measured alone over the baseline and by taking it away")
+    table = _table("wall", "kernels", "", "pass", numbers=2)
+    for row in rows:
+        if row.outcome == "kept":
+            for how, timing in (("alone", row.alone), ("in the set", row.removed)):
+                name = shorten(row.name, max(24, console.width - 56))
+                table.add_row(*_cells(_gain(timing, "wall"), _gain(timing, "kernel"), how, name))
+    if table.row_count:
+        console.print(table)
+    for row in rows:
+        if row.reason:
+            _say(console, f"- {row.name}, {row.outcome}: {row.reason}", indent=2)
+
+
+def _gain(timing: Any, what: str) -> str:
+    """``2.41x (2.38-2.44)``"""
+    paired = None if timing is None else getattr(timing, what)
+    return "-" if paired is None else f"{paired.ratio:.2f}x ({paired.low:.2f}-{paired.high:.2f})"
 
 
 def _refusals(refused: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:

@@ -108,13 +108,36 @@ def test_blocks_last_long_enough_and_alternate_on_rotating_inputs():
     machine = Machine()
     a, b = machine.function("a", lambda: 60 * MICROSECOND), machine.function("b", lambda: 50 * MICROSECOND)
     run(machine, a, b, sets=(("x",), ("y",)), pairs=8, noise=0.0, warmup=0)
-    calls = 5  # 200 us of 50 us each, with a tenth to spare
-    measured = machine.calls[-8 * 2 * calls :]
-    blocks = [measured[i] for i in range(0, len(measured), calls)]
-    assert all(measured[i] == blocks[i // calls] for i in range(len(measured)))
+    calls = {"a": 4, "b": 5}  # 200 us of 60 us and of 50 us each, with a tenth to spare
+    measured = machine.calls[-8 * sum(calls.values()) :]
+    blocks = []
+    while measured:
+        blocks.append(measured[0])
+        assert measured[: calls[measured[0][0]]] == [measured[0]] * calls[measured[0][0]]
+        measured = measured[calls[measured[0][0]] :]
     order = [("a", "b"), ("b", "a")]
     expected = [(name, "xy"[pair // 2 % 2]) for pair in range(8) for name in order[pair % 2]]
     assert blocks == expected
+
+
+def test_a_much_faster_candidate_does_not_make_the_baselines_blocks_long():
+    machine = Machine()
+    slow = machine.function("slow", lambda: 2_000 * MICROSECOND)
+    fast = machine.function("fast", lambda: 2 * MICROSECOND)
+    result = run(machine, slow, fast, pairs=6, noise=0.01, warmup=0)
+    assert (result.ratio, result.baseline_ns, result.candidate_ns) == pytest.approx((1000, 2e6, 2e3))
+    assert [name for name, _ in machine.calls].count("slow") == 1 + 6, "one call fills a block"
+
+
+def test_as_fast_means_not_shown_to_be_slower_and_a_median_within_the_noise():
+    def result(*ratios):
+        return measure.paired([(ratio, 1.0) for ratio in ratios], noise=0.02)
+
+    assert result(*[0.995] * 6).as_fast and not result(*[0.995] * 6).slower
+    sure, unsure = result(*[0.9] * 6), result(0.9, 0.9, 0.9, 0.9, 1.1, 1.1)
+    assert sure.slower and not sure.as_fast
+    assert not unsure.slower and not unsure.as_fast, "the interval reaches above 1, but the median lies below the noise"
+    assert result(*[1.2] * 6).as_fast
 
 
 def test_the_noise_is_measured_when_it_is_not_given():

@@ -199,6 +199,8 @@ ENVIRONMENT_VALUES = {
     "verbose": ("1", True),
     "counters": ("quick", "quick"),
     "dump": ("graphs", Path("graphs")),
+    "memory_limit": ("20 %", "20%"),
+    "ablate": ("yes", True),
     "bisect": ("3", 3),
 }
 
@@ -240,6 +242,13 @@ BAD_VALUES = [
     ("on_error", "ignore"),
     ("report", 1.5),
     ("verbose", "loud"),
+    ("memory_limit", -1),
+    ("memory_limit", 1.5),
+    ("memory_limit", True),
+    ("memory_limit", "120%"),
+    ("memory_limit", "nan%"),
+    ("memory_limit", "much"),
+    ("ablate", "some"),
 ]
 
 
@@ -266,6 +275,15 @@ def test_a_bad_value_that_is_overruled_does_no_harm():
 )
 def test_precision_is_a_class_or_an_error_budget(value, expected):
     assert resolve_options({"precision": value}, environ={}).precision == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [(None, None), ("none", None), (1 << 30, 1 << 30), ("1024", 1024), (2e9, 2 * 10**9), ("20%", "20%")],
+)
+def test_memory_is_bytes_or_a_share_and_bears_on_the_plan(given, read):
+    options = resolve_options({"memory_limit": given}, environ={})
+    assert options.memory_limit == read == options.deciding()["memory_limit"]
 
 
 def test_passes_may_be_a_list_one_string_or_all():

@@ -93,6 +93,9 @@ def fails(self):
         (lambda: declared(before="other"), "Declared: `before` is the string"),
         (lambda: declared(enables="other"), "Declared: `enables` is the string"),
         (lambda: declared(needs="other"), "Declared: `needs` is the string"),
+        (lambda: declared(conflicts="other"), r"Declared: `conflicts` is the string .*write the tuple \('other',\)"),
+        (lambda: declared(conflicts=("declared",)), "Declared: `conflicts` holds the pass's own name, 'declared'"),
+        (lambda: declared(conflicts=("x",), needs=("x",)), "Declared: 'x' is in `needs` and in `conflicts`; take it"),
         (lambda: declared(needs=(GraphPass,)), "Declared: `needs` holds <class .*write a tuple of strings"),
         (lambda: declared(enables=3), "Declared: `enables` is 3; write a tuple of strings"),
         (lambda: declared(devices="cpu"), "Declared: `devices` is the string"),
@@ -131,6 +134,9 @@ def fails(self):
         "before without a comma",
         "enables without a comma",
         "needs without a comma",
+        "conflicts without a comma",
+        "a conflict with itself",
+        "a conflict with what it needs",
         "needs of classes",
         "enables of nothing",
         "devices without a comma",
@@ -197,6 +203,31 @@ def test_a_pass_that_cannot_say_whether_it_applies_gives_that_as_the_reason():
     p = declared(applicable=raises)()
     assert registry.inapplicable(p, None) == "its applicable() raised ValueError: no such field"
     assert registry.inapplicable(declared(applicable=lambda self, context: "no")(), None) == "no"
+
+
+def test_a_conflict_is_one_whichever_of_the_two_declares_it():
+    one, other = declared(conflicts=("else",))(), declared(name="else")()
+    assert registry.in_conflict(one, other) and registry.in_conflict(other, one)
+    assert not registry.in_conflict(one, declared(name="third")())
+
+
+def test_variants_are_the_pass_itself_where_it_says_nothing():
+    p = declared()()
+    assert registry.variants(p, None) == [p]
+
+
+def test_each_variant_comes_once_in_the_order_of_the_pass():
+    def three(self, context):
+        return [type(self)(size=size) for size in (2, 1, 2)]
+
+    cls = declared(fields={"size": "int"}, size=1, variants=three)
+    assert registry.variants(cls(), None) == [cls(size=2), cls(size=1)]
+
+
+@pytest.mark.parametrize("given", [(), ("declared",), (declared()(),)], ids=["nothing", "names", "another class"])
+def test_variants_that_are_none_are_refused(given):
+    with pytest.raises(RegistryError, match=r"declared: variants\(\) gave .*; give "):
+        registry.variants(declared(variants=lambda self, context: given)(), None)
 
 
 # -- entry points -----------------------------------------------------------------------------------------------------

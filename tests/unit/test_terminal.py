@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from fxopt.ablation import AblationRow, Timing
 from fxopt.report import terminal
 from fxopt.report.model import CandidateReport, GraphReport, Report
 
@@ -205,6 +206,44 @@ def test_the_decision_its_times_and_its_evidence_are_stated() -> None:
     assert "after 1,234 calls" in text
     assert "baseline compile 47 s, measuring 3.0 s; 50 s together" in text
     assert "cuda_graphs: no CUDA device" in text
+
+
+def test_the_gap_to_the_floor_is_told_before_and_after() -> None:
+    graph = a_graph(floor_ns=20e6, floor_flops=8.7e10, floor_bytes=3 * 2**29)
+    says = "Floor by the roofline: 20.0 ms a call (87 GFLOP, 1.50 GiB); gap to the floor: 5.00x before, 3.50x after."
+    assert says in words_of(Report([graph]))
+    assert "Floor" not in words_of(Report([a_graph()]))
+
+
+def test_under_the_kernel_objective_the_kernels_ratio_is_told_too() -> None:
+    assert "Kernel times, side by side: 2.00x" in words_of(Report([a_graph(kernel_ratio=a_ratio(2.0))]))
+
+
+def test_a_candidate_says_what_it_could_save_and_what_memory_it_takes() -> None:
+    candidate = CandidateReport(
+        "split", ["split"], step="add", subject="split", headroom_ns=2e6, headroom_by_class={"A": 1.5e6, "": 5e5},
+        memory_bytes=2**29, peak_bytes=2**28,
+    )  # fmt: skip
+    text = words_of(Report([a_graph(candidates=[candidate])]))
+    assert "split could save up to 2.00 ms, in 1 class(es) of repeated layers" in text
+    assert "holds 512 MiB more memory, 256 MiB during a call" in text
+    assert "more memory" not in words_of(Report([a_graph(memory_bytes=0)]))
+
+
+def test_the_ablation_shows_each_kept_pass_alone_and_removed_and_why_others_are_not_there() -> None:
+    timing = Timing(7e4, kernel=a_ratio(2.41), wall=a_ratio(1.2))
+    rows = [
+        AblationRow("split_precision_gemm", alone=timing, removed=Timing(9e4, a_ratio(1.3), None)),
+        AblationRow("freeze", reason="alone: freeze found nothing to do"),
+        AblationRow("promote", outcome="rejected", reason="wrong: error above the limit"),
+    ]
+    text = words_of(Report([a_graph(ablation=rows)]))
+    assert "1.20x (1.17-1.23) 2.41x (2.38-2.44) alone split_precision_gemm" in text
+    assert "- 1.30x (1.27-1.33) in the set split_precision_gemm" in text
+    assert "- freeze, kept: alone: freeze found nothing to do" in text
+    assert "- promote, rejected: wrong: error above the limit" in text
+    lines = text_of(Report([a_graph(ablation=rows)])).splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_wrong_result_is_called_wrong_with_the_reason() -> None:

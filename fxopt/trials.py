@@ -1,0 +1,306 @@
+"""Builds, verifies and times candidates beside the baseline, each set of passes once, and judges what was measured."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxopt import ablation, bisect, measure, memory, rules, verify
+from fxopt.build import Build, Builder
+from fxopt.measure import PairedResult
+from fxopt.options import Options
+from fxopt.registry import Pass
+from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
+from fxopt.report.terminal import size
+from fxopt.search import Step, Trial
+from fxopt.torch_api import dynamo
+from fxopt.warning import warn
+
+
+@dataclass
+class Trials:
+    """The candidates of one graph.
+
+    gm and inputs are Dynamo's. baseline: what they are compared with, taking all inputs. input_sets: copies to run on,
+    which share the inputs at `held`. steady: makes every call of a function do the same. running: what measured code
+    runs in. say: progress. environment: the profile's.
+    """
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    builder: Builder
+    baseline: Callable[..., Any]
+    input_sets: Sequence[Sequence[Any]]
+    held: frozenset[int]
+    options: Options
+    device: torch.device
+    report: GraphReport
+    environment: Mapping[str, Any]
+    steady: Callable[[Callable[..., Any]], Callable[..., Any]]
+    running: Callable[[], AbstractContextManager[None]]
+    say: Callable[[str], None]
+    noise: float = 0.0
+    baseline_kernel_ns: float = 0.0
+    _alive: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(default_factory=weakref.WeakValueDictionary)
+    _for_ablation: list[Build] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Measures what belongs to the baseline: noise, kernel time, memory."""
+        self.budget = self.builder.context.budget
+        with phase(self.report, "noise floor"), self.running():
+            self.noise = measure.noise_floor(self.baseline, self.input_sets, device=self.device)
+            self.baseline_kernel_ns = self.kernel_ns(self.baseline)
+            self.report.baseline_peak_bytes = self._peak(self.baseline)
+
+    # -- one candidate --------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: Step, best: Trial | None) -> Trial | None:
+        """The trial of `step`, compared with the best so far; None, with the reason in its report, if it is no use."""
+        if step.together:
+            step, _held = self._of_use(step)  # builds live only while somebody holds them
+        entry = CandidateReport(
+            "+".join(map(spelled, step.passes)),
+            [p.name for p in step.passes],
+            step="remove" if step.removal else "together" if step.together else "add",
+            subject="" if step.together else step.subject.name,
+            subject_options={} if step.together else to_plain(step.subject.options()),
+            options={p.name: to_plain(p.options()) for p in step.passes},
+        )
+        if step.proposal is not None:
+            entry.headroom_ns, entry.headroom_by_class = step.proposal.headroom_ns, dict(step.proposal.by_class)
+        self.report.candidates.append(entry)
+        build = self._try(step, entry, self.baseline if best is None else self.steady(best.build.fn))
+        what = f"without {step.subject.name}: " if step.removal else ""
+        timed = f"{entry.paired.ratio:.2f}x the best so far" if entry.paired is not None else ""
+        self.say(f"{what}{entry.name}: {entry.reason or timed}")
+        if build is None:
+            return None
+        if self.options.ablate and self._ablation_asks_for(step):
+            self._for_ablation.append(build)
+        return Trial(list(step.passes), build, entry)
+
+    def _of_use(self, step: Step) -> tuple[Step, Build | None]:
+        """`step` without the passes that fail or find nothing to do, and the code of what is left."""
+        build = None
+        passes = list(step.passes)
+        try:
+            with phase(self.report, "compile candidates"):
+                while passes:
+                    build = self.build(passes)
+                    failed = {r.name for r in build.reports if r.error or (r.matched and not r.changed)}
+                    if not failed:
+                        break
+                    passes = [p for p in passes if p.name not in failed and not failed & set(p.needs)]
+        except Exception as error:  # which of them it was shows when they are tried one at a time
+            self.say(f"together: {type(error).__name__}: {error}")
+            return step, None
+        if build is None or not passes:
+            return step, None
+        # One that found nothing changed nothing: the code is that of the others.
+        at_work = {r.name for r in build.reports if r.rewritten or any(bisect.is_limit(why) for _, why in r.refused)}
+        passes = [p for p in passes if p.name in at_work]
+        if not passes:
+            return step, build
+        reports = [r for r in build.reports if r.name in at_work]
+        build = self.hold(replace(build, passes=passes, reports=reports))
+        return replace(step, passes=tuple(passes), subject=passes[-1]), build
+
+    def build(self, passes: Sequence[Pass]) -> Build:
+        """Code with `passes`, in order: the one that is there already, if anybody still holds it."""
+        build = self._alive.get(_key(passes))
+        return build if build is not None else self.hold(self.builder.build(passes))
+
+    def hold(self, build: Build) -> Build:
+        """Makes a build known, for as long as the caller keeps it."""
+        self._alive[_key(build.passes)] = build
+        return build
+
+    def _try(self, step: Step, entry: CandidateReport, current: Callable[..., Any]) -> Build | None:
+        report = self.report
+        try:
+            gc.collect()  # what lost is full of cycles, and may hold a copy of the weights
+            before = memory.allocated(self.device)
+            with phase(report, "compile candidates"):
+                build = self.build(step.passes)
+            entry.reports, entry.compile_seconds = build.reports, build.seconds
+            if build.errors:
+                entry.reason = "; ".join(build.errors)
+                warn(f"a candidate was dropped: {entry.reason}")
+                return None
+            if not build.effective:
+                entry.outcome, entry.reason = "rejected", _idle(build)
+                return None
+            with phase(report, "measure memory"), self.running():
+                entry.peak_bytes = self._peak(self.steady(build.fn))
+                held = memory.allocated(self.device) - before
+                entry.memory_bytes = max(memory.extra_bytes(build, self.inputs), held)
+            if reason := self._too_large(entry):
+                entry.outcome, entry.reason = "rejected", reason
+                return None
+            with phase(report, "verify"), self.running():
+                entry.verdict = verify.verify(
+                    build.fn,
+                    self.baseline,
+                    dynamo.copy_graph(self.gm),
+                    self.input_sets,
+                    self.held,
+                    self.budget,
+                    logits=self.options.logits,
+                )
+            if not entry.verdict.ok:
+                entry.outcome, entry.reason = "rejected", f"wrong: {entry.verdict.reason}"
+                return None
+            with phase(report, "compare"), self.running():
+                steady = self.steady(build.fn)
+                entry.kernel_ns = self.kernel_ns(steady)
+                entry.paired = self.compare(current, steady)
+            entry.labels = rules.label_graph(
+                entry.paired.candidate_ns, entry.kernel_ns, self.environment, thresholds=dict(self.options.thresholds)
+            )
+            return build
+        except Exception as error:
+            if self.options.on_error == "raise":
+                raise
+            entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
+            warn(f"the candidate {entry.name} failed and was dropped: {entry.reason}")
+            return None
+
+    def _peak(self, fn: Callable[..., Any]) -> int | None:
+        return memory.peak_bytes(lambda: fn(*self.input_sets[0]), self.device)
+
+    def _too_large(self, entry: CandidateReport) -> str:
+        limit = memory.limit_bytes(self.options.memory_limit, self.device)
+        call = max(0, (entry.peak_bytes or 0) - (self.report.baseline_peak_bytes or 0))
+        if limit is None or (entry.memory_bytes or 0) + call <= limit:
+            return ""
+        during = f" and {size(call)} during a call" if call else ""
+        more = f"{size(entry.memory_bytes or 0)}{during} more memory than the baseline"
+        return f"it takes {more}, and the limit is {size(limit)}"
+
+    # -- timing ---------------------------------------------------------------------------------------------------
+
+    def compare(self, first: Callable[..., Any], second: Callable[..., Any]) -> PairedResult:
+        """Paired timing; where only the median says faster, once more with four times the pairs."""
+        pairs, noise = self.options.pairs, self.noise
+        found = measure.compare(first, second, self.input_sets, device=self.device, pairs=pairs, noise=noise)
+        if found.ratio > 1 + noise and not found.faster:
+            found = measure.compare(first, second, self.input_sets, device=self.device, pairs=4 * pairs, noise=noise)
+        return found
+
+    def compare_kernels(self, first: Callable[..., Any], second: Callable[..., Any]) -> PairedResult:
+        """Kernel times of the two, measured in turns as in `measure.compare`."""
+        times: list[tuple[float, float]] = []
+        for pair in range(measure.MIN_PAIRS):
+            turn = (first, second) if pair % 2 == 0 else (second, first)
+            taken = [max(self.kernel_ns(fn), 1.0) for fn in turn]
+            before, after = taken if pair % 2 == 0 else taken[::-1]
+            times.append((before, after))
+        return measure.paired(times, self.noise)
+
+    def kernel_ns(self, fn: Callable[..., Any]) -> float:
+        from profiler_core.collect import kineto
+
+        call = lambda: fn(*self.input_sets[0])  # noqa: E731
+        return kineto.kernel_time(call, iterations=self.options.iterations, warmup=1, device=self.device).kernel_ns
+
+    # -- judging --------------------------------------------------------------------------------------------------
+
+    def faster(self, entry: CandidateReport, best: CandidateReport | None) -> bool:
+        """By the objective. Of two whose kernels take as long, the faster call wins."""
+        assert entry.paired is not None
+        if self.options.objective == "wall":
+            return entry.paired.faster
+        return self.less_kernel_time(entry, best) or (self._kernels_as_fast(entry, best) and entry.paired.faster)
+
+    def as_fast(self, entry: CandidateReport, best: CandidateReport | None) -> bool:
+        """Whether nothing is lost by the objective. Under "kernel" the wall breaks ties, so there it counts as well."""
+        assert entry.paired is not None
+        return entry.paired.as_fast and (self.options.objective == "wall" or self._kernels_as_fast(entry, best))
+
+    def less_kernel_time(self, entry: CandidateReport, best: CandidateReport | None) -> bool:
+        return entry.kernel_ns is not None and entry.kernel_ns < self._kernels_of(best) / (1 + self.noise)
+
+    def _kernels_as_fast(self, entry: CandidateReport, best: CandidateReport | None) -> bool:
+        return entry.kernel_ns is not None and entry.kernel_ns <= self._kernels_of(best) * (1 + self.noise)
+
+    def _kernels_of(self, best: CandidateReport | None) -> float:
+        return self.baseline_kernel_ns if best is None or best.kernel_ns is None else best.kernel_ns
+
+    def confirm(self, best: Trial) -> bool:
+        """Compares the best with the baseline once more, by the objective; what was found is in the report."""
+        report, fn, entry = self.report, self.steady(best.build.fn), best.entry
+        by_kernels = self.options.objective == "kernel"
+        with phase(report, "compare"), self.running():
+            wall = report.ratio = self.compare(self.baseline, fn)
+            kernels = report.kernel_ratio = self.compare_kernels(self.baseline, fn) if by_kernels else None
+        tied = kernels is None or kernels.as_fast  # then the wall decides
+        if not (kernels is not None and kernels.faster) and not (tied and wall.faster):
+            entry.outcome = "rejected"
+            entry.reason = f"not faster than the baseline in the last comparison: {(kernels or wall).ratio:.3f}x"
+            return False
+        if kernels is not None and wall.slower:
+            report.messages.append(
+                f"the kernels are {kernels.ratio:.2f}x as fast as the baseline's, as objective='kernel' asks, but "
+                f"a call is slower: {wall.ratio:.2f}x its speed (interval {wall.low:.2f} to {wall.high:.2f}); "
+                "objective='wall' would not keep this"
+            )
+        report.kept_wall_ns, report.baseline_wall_ns = wall.candidate_ns, wall.baseline_ns
+        # Both by the same way of measuring, side by side where they decide.
+        report.kept_kernel_ns = kernels.candidate_ns if kernels is not None else entry.kernel_ns
+        report.baseline_kernel_ns = kernels.baseline_ns if kernels is not None else self.baseline_kernel_ns
+        return True
+
+    # -- ablation -------------------------------------------------------------------------------------------------
+
+    def ablate(self, kept: Sequence[Pass]) -> list[ablation.AblationRow]:
+        """Each of the kept passes alone and taken away (see `fxopt.ablation`)."""
+        with phase(self.report, "ablation"):
+            rows = ablation.ablate(kept, self._time_sets)
+        self._for_ablation.clear()
+        return rows
+
+    def _time_sets(self, before: Sequence[Pass], after: Sequence[Pass]) -> tuple[PairedResult, PairedResult] | str:
+        code = []
+        for passes in (before, after):
+            if not passes:
+                code.append(self.baseline)
+                continue
+            try:
+                build = self.build(passes)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            if build.errors or not build.effective:
+                return "; ".join(build.errors) or _idle(build)
+            code.append(self.steady(build.fn))
+        with self.running():
+            found = self.compare(code[0], code[1]), self.compare_kernels(code[0], code[1])
+        self.say(f"ablation: {'+'.join(map(spelled, after))}: {found[0].ratio:.2f}x of {len(before)} passes")
+        return found
+
+    @staticmethod
+    def _ablation_asks_for(step: Step) -> bool:
+        """Whether these are likely the passes that an ablation builds: one alone, or the kept ones without one."""
+        return step.removal or {p.name for p in step.passes} == {step.subject.name, *step.subject.needs}
+
+
+def spelled(p: Pass) -> str:
+    """The pass's name, with the options that are not its defaults."""
+    usual = type(p)().options()
+    other = [f"{name}={value}" for name, value in p.options().items() if value != usual[name]]
+    return f"{p.name}[{', '.join(other)}]" if other else p.name
+
+
+def _key(passes: Sequence[Pass]) -> tuple[str, ...]:
+    return tuple(f"{p.name} {p.fingerprint()}" for p in passes)
+
+
+def _idle(build: Build) -> str:
+    idle = next(r for r in build.reports if not r.rewritten)
+    return f"{idle.name} found nothing to do: {idle.refused[0][1] if idle.refused else 'no candidate'}"
