@@ -13,7 +13,8 @@ import torch._dynamo.eval_frame
 import torch._dynamo.exc
 from torch import fx
 from torch._dynamo.source import LocalSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 #: What Dynamo raises under `fullgraph=True` where it would break the graph.
@@ -87,3 +88,12 @@ def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
         for key, value in list(kept.items()):
             if backend in (value, getattr(value, "compiler_fn", None)):  # torch.compile wraps it
                 del kept[key]
+
+
+def graph_of(fn: Callable[..., Any], *values: torch.Tensor) -> fx.Graph:
+    """The graph of `fn` on these fake values, in operators that Inductor still compiles after its decompositions."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing(None), values[0].fake_mode if isinstance(values[0], FakeTensor) else contextlib.nullcontext():
+        return make_fx(fn, decomposition_table=select_decomp_table())(*values).graph

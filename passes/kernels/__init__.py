@@ -1,0 +1,1 @@
+"""Triton kernels of the passes; imported where a CUDA device runs them."""

@@ -1,0 +1,296 @@
+"""How the split products are launched, and in which tiles: chosen by measurement on the device, remembered on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: BM, BN, BK, shares along K, warps, stages
+Tile = tuple[int, int, int, int, int, int]
+#: warps of a tile of `split_gemm_hopper`: two groups that multiply, and one that fetches
+HOPPER = 12
+#: Tiles of three products: for Hopper those that were best for some product on an H200, elsewhere also smaller ones for
+#: less shared memory.
+HOPPER_TILES: tuple[Tile, ...] = ((128, 128, 64, 1, HOPPER, 3), (128, 64, 64, 1, HOPPER, 4), (64, 64, 64, 1, 4, 3))
+TILES: tuple[Tile, ...] = (
+    (128, 128, 64, 1, 8, 3),
+    (64, 128, 64, 1, 4, 2),
+    (64, 64, 64, 1, 4, 3),
+    (64, 64, 32, 1, 4, 2),
+)
+#: the same for one product of fp16 operands, whose tiles take a third of the registers
+SINGLE_TILES: tuple[Tile, ...] = (
+    (128, 256, 64, 1, 8, 3),
+    (128, 128, 64, 1, 8, 4),
+    (64, 128, 64, 1, 4, 4),
+    (64, 64, 32, 1, 4, 2),
+)
+_SMALLEST: Tile = (64, 64, 32, 1, 4, 2)
+
+
+@dataclass(frozen=True)
+class Product:
+    """[batch, M, K] x [batch, N, K]^T in fp32: with a scale a row or a block along K, and a bias [N] or none."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    terms: int = 3
+    block: int = 0
+    bias: bool = False
+
+
+def gemm(
+    a: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """Run the kernel: a is planes [.., M, K] and scales [.., M, blocks], b planes [.., N, K] and scales [.., N, 1].
+
+    Planes are fp16, or int16 that hold fp16's bits; their low one is None for a single product.
+    """
+    import triton
+
+    from passes.kernels import split_gemm as kernels
+
+    bm, bn, bk, shares, warps, stages = tile
+    a_hi, a_lo, a_scale = (None if t is None else t.view(torch.float16) if t.dtype == torch.int16 else t for t in a)
+    b_hi, b_lo, b_scale = (None if t is None else t.view(torch.float16) if t.dtype == torch.int16 else t for t in b)
+    assert a_hi is not None and b_hi is not None and a_scale is not None and b_scale is not None
+    m, k = a_hi.shape[-2:]
+    n = b_hi.shape[-2]
+    blocks = a_scale.shape[-1]
+    batch = a_hi.shape[0] if a_hi.dim() == 3 else 1
+    # Scales are read densely and both planes by one set of strides.
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    if a_lo is not None and a_lo.stride() != a_hi.stride():
+        a_lo, a_hi = a_lo.contiguous(), a_hi.contiguous()
+    if b_lo is not None and b_lo.stride() != b_hi.stride():
+        b_lo, b_hi = b_lo.contiguous(), b_hi.contiguous()
+    lo_a, lo_b = a_hi if a_lo is None else a_lo, b_hi if b_lo is None else b_lo
+    block, padded, has_bias = k // blocks if blocks > 1 else 0, triton.next_power_of_2(blocks), bias is not None
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    added = out if bias is None else bias.contiguous()
+    planes = (a_hi, lo_a, b_hi, lo_b)
+    if warps == HOPPER and (batch > 1 or not all(_fetchable(plane) for plane in planes)):
+        warps, stages = 8, 3 if bn == 128 else 2
+    with torch.cuda.device(out.device):
+        if warps == HOPPER:
+            from triton.experimental.gluon import language as gl
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+            from passes.kernels import split_gemm_hopper as hopper
+
+            boxes = [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
+            layouts = [gl.NVMMASharedLayout.get_default_for(box, gl.float16) for box in boxes]
+            descriptors = [TensorDescriptor.from_tensor(*one) for one in zip(planes, boxes, layouts, strict=True)]
+            hopper.split_gemm_hopper[(min(tiles * shares, multiprocessors(out.device)),)](
+                *descriptors, a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out, m, n, k, shares, blocks,
+                a_hi.stride(0), b_hi.stride(0), BM=bm, BN=bn, BK=bk, BLOCK=block, BLOCKS=padded, STAGES=stages,
+                HAS_BIAS=has_bias, GROUP=8, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+            return
+        between = (a_hi.stride(0) if batch > 1 else 0, b_hi.stride(0) if batch > 1 else 0)
+        kernels.split_gemm[(tiles, shares, batch)](
+            a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out, m, n, k, shares, blocks, *between,
+            a_hi.stride(-2), a_hi.stride(-1), b_hi.stride(-2), b_hi.stride(-1),
+            BM=bm, BN=bn, BK=bk, BLOCK=block, BLOCKS=padded, TERMS=1 if a_lo is None else 3,
+            PROMOTE=a_lo is not None, EVEN_K=k % bk == 0, HAS_BIAS=has_bias, GROUP=8, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
+
+
+def _fetchable(plane: torch.Tensor) -> bool:
+    """Whether the Tensor Memory Accelerator can read it: contiguous along K, and 16-byte steps between rows."""
+    return plane.dim() == 2 and plane.stride(1) == 1 and plane.stride(0) % 8 == 0 and plane.data_ptr() % 16 == 0
+
+
+@functools.cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether `split_gemm_hopper` runs: a chip of compute capability 9, and a Triton with Gluon for it."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        from passes.kernels import split_gemm_hopper  # noqa: F401
+    except Exception:  # Gluon is experimental: its names move from one Triton to the next
+        return False
+    return True
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# ---- which tile ----
+
+
+def options(product: Product, multiprocessors: int, hopper: bool = False) -> list[Tile]:
+    """The tiles worth measuring for a product, a likely best one first.
+
+    K is shared out where the tiles alone leave multiprocessors without work.
+    """
+    found: list[tuple[float, Tile]] = []
+    of_chip = SINGLE_TILES if product.terms == 1 else HOPPER_TILES if hopper else TILES
+    if hopper and product.terms == 3 and (product.batch > 1 or product.k % 8):
+        of_chip = TILES
+    for bm, bn, bk, _, warps, stages in of_chip:
+        if bm > 2 * max(product.m, 32) or bn > 2 * max(product.n, 32):
+            continue  # mostly padding
+        tiles = math.ceil(product.m / bm) * math.ceil(product.n / bn) * product.batch
+        # Time in steps of a full multiprocessor, and a few of them to begin and end a tile; a small tile fetches more
+        # for each multiply-add.
+        weight = bm * bn * (1 + 64 / bm * 64 / bn) * (0.8 if warps == HOPPER else 1)
+        for shares in (1, 2, 4):
+            if shares > 1 and (tiles * shares > 3 * multiprocessors or product.k < 128 * shares):
+                continue
+            waves = math.ceil(tiles * shares / multiprocessors)
+            steps = math.ceil(product.k / bk / shares) + 3
+            found.append((waves * weight * steps, (bm, bn, bk, shares, warps, stages)))
+    return [tile for _, tile in sorted(found, key=lambda pair: pair[0])] or [_SMALLEST]
+
+
+@dataclass
+class Choices:
+    """What was measured on the devices of this process, and of others that share the file `path`.
+
+    Each key (device, versions, product) has a tile and its time in microseconds; that of a library's product has no
+    tile.
+    """
+
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._found: dict[str, list[float]] = self._read()
+
+    def tile(self, product: Product, device: torch.device) -> tuple[Tile, float]:
+        """The fastest tile on this device and its time; where there is no GPU to measure on, the likely best and 0."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return options(product, 132)[0], 0.0
+        *tile, took = self._known(str(product), device, lambda: measure_tiles(product, device))
+        return tuple(int(value) for value in tile), took  # type: ignore[return-value]
+
+    def library(self, product: Product, device: torch.device) -> float:
+        """The time of cuBLAS for bf16 operands of three times the length; 0 where there is no GPU."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return 0.0
+        return self._known(f"library {product}", device, lambda: [measure_library(product, device)])[-1]
+
+    def _known(self, what: str, device: torch.device, measure: Callable[[], list[float]]) -> list[float]:
+        import triton
+
+        name = torch.cuda.get_device_properties(device).name
+        key = f"{name}, torch {torch.__version__}, Triton {triton.__version__}, {what}"
+        if key not in self._found:
+            self._found[key] = measure()
+            self._write()
+        return self._found[key]
+
+    def _read(self) -> dict[str, list[float]]:
+        try:
+            data = json.loads(self.path.read_text()) if self.path is not None else {}
+            return {str(key): [float(v) for v in found] for key, found in data.items() if _sound(found)}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}  # unreadable: measured and written anew
+
+    def _write(self) -> None:
+        from profiler_core.files import write_atomically
+
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # a convenience of later processes, which can measure again
+                self._found = {**self._read(), **self._found}
+                write_atomically(self.path, json.dumps(self._found, indent=1, sort_keys=True))
+
+
+def _sound(found: Any) -> bool:
+    """Whether this is a time, or a tile and a time."""
+    return isinstance(found, list) and len(found) in (1, 7) and all(float(value) > 0 for value in found)
+
+
+@functools.cache
+def choices(path: Path | None) -> Choices:
+    """The choices kept in a file, read once a process."""
+    return Choices(path)
+
+
+def measure_tiles(product: Product, device: torch.device) -> list[float]:
+    """The fastest of `options` and its time, on operands that no cache holds."""
+    from fxopt.torch_api.dynamo import outside_tracing
+
+    p = product
+    best = [*map(float, _SMALLEST), math.inf]
+    with outside_tracing(), torch.no_grad(), torch.cuda.device(device):
+        lead = [p.batch] if p.batch > 1 else []
+        a, b = _random([*lead, p.m, p.k], device), _random([*lead, p.n, p.k], device)
+        copies = _copies(b)
+        scales = [torch.ones(*lead, p.m, max(1, p.k // p.block if p.block else 1), device=device)]
+        scales.append(torch.ones(*lead, p.n, 1, device=device))
+        for tile in options(p, multiprocessors(device), has_hopper(device))[:7]:
+            out = torch.empty(p.batch, tile[3], p.m, p.n, device=device)
+            bias = torch.ones(p.n, device=device) if p.bias and tile[3] == 1 else None
+
+            def call(i: int, tile: Tile = tile, out: torch.Tensor = out, bias: torch.Tensor | None = bias) -> None:
+                right = copies[i % len(copies)]
+                low = (a, right) if p.terms == 3 else (None, None)
+                gemm((a, low[0], scales[0]), (right, low[1], scales[1]), bias, out, tile)
+
+            try:
+                took = _time(call) + (tile[3] - 1) * out.numel() * 4 / 3e6  # reading the other shares, at 3 TB/s
+            except Exception:  # more shared memory or registers than this chip has
+                continue
+            if took < best[-1]:
+                best = [*map(float, tile), took]
+    return best
+
+
+def measure_library(product: Product, device: torch.device) -> float:
+    from fxopt.torch_api.dynamo import outside_tracing
+
+    p = product
+    with outside_tracing(), torch.no_grad(), torch.cuda.device(device):
+        lead = [p.batch] if p.batch > 1 else []
+        a = _random([*lead, p.m, 3 * p.k], device).to(torch.bfloat16)
+        copies = _copies(_random([*lead, p.n, 3 * p.k], device).to(torch.bfloat16))
+        multiply = torch.bmm if lead else torch.mm
+        return _time(lambda i: multiply(a, copies[i % len(copies)].mT, out_dtype=torch.float32))
+
+
+def _random(shape: list[int], device: torch.device) -> torch.Tensor:
+    """As a model's operands are: on small or equal numbers a multiplier draws less power, and clocks stay higher."""
+    source = torch.Generator(device).manual_seed(0)
+    return (torch.randn(shape, device=device, generator=source) * 4096).to(torch.float16)
+
+
+def _copies(b: torch.Tensor) -> list[torch.Tensor]:
+    """`b` several times over, so that its next use does not find it in L2, as in a model with other weights between."""
+    return [b, *(b.clone() for _ in range(min(7, int(2e8 / max(b.numel() * 2, 1)))))]
+
+
+def _time(call: Callable[[int], Any], calls: int = 16) -> float:
+    """Microseconds a call, back to back in a CUDA graph so that no launch is waited for."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    times = []
+    for _ in range(4):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return min(times)

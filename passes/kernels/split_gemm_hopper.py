@@ -1,0 +1,219 @@
+"""The split product for Hopper: what `split_gemm` computes, in warp-specialised Gluon.
+
+One warp fetches tiles through the Tensor Memory Accelerator into a ring in shared memory; two warp groups, 64 rows of
+the tile each, multiply. Each issues the three products of a step at once and waits once, and while one adds its `main`
+to its registers the other keeps the tensor cores at work: in plain Triton both wait for each other at every product.
+The programs are persistent, so that the next tile's first operands arrive while this one is written.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOW = gl.constexpr(2.0**-11)
+
+
+@gluon.jit
+def _work(
+    work, M, N, K, shares, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """(row, column, share, first step, last step) of a piece of work."""
+    tiles_m = gl.cdiv(M, BM)
+    tiles_n = gl.cdiv(N, BN)
+    split = work // (tiles_m * tiles_n)
+    tile = work % (tiles_m * tiles_n)
+    per_group = GROUP * tiles_n
+    first = (tile // per_group) * GROUP
+    rows = gl.minimum(tiles_m - first, GROUP)
+    steps = gl.cdiv(K, BK)
+    per_split = gl.cdiv(steps, shares)
+    begin = split * per_split
+    end = gl.minimum(begin + per_split, steps)
+    return first + (tile % per_group) % rows, (tile % per_group) // rows, split, begin, end
+
+
+@gluon.jit
+def _fetch(
+    descs, buffers, ready, empty, M, N, K, shares,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    ah_desc, al_desc, bh_desc, bl_desc = descs
+    ah_s, al_s, bh_s, bl_s = buffers
+    filled = 0
+    for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
+        tile_m, tile_n, _, begin, end = _work(work, M, N, K, shares, BM, BN, BK, GROUP)
+        for step in range(begin, end):
+            stage = filled % STAGES
+            mbarrier.wait(empty.index(stage), (filled // STAGES & 1) ^ 1)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, (BM + BN) * BK * 4)
+            tma.async_copy_global_to_shared(ah_desc, [tile_m * BM, step * BK], bar, ah_s.index(stage))
+            tma.async_copy_global_to_shared(bh_desc, [tile_n * BN, step * BK], bar, bh_s.index(stage))
+            tma.async_copy_global_to_shared(al_desc, [tile_m * BM, step * BK], bar, al_s.index(stage))
+            tma.async_copy_global_to_shared(bl_desc, [tile_n * BN, step * BK], bar, bl_s.index(stage))
+            filled += 1
+
+
+@gluon.jit
+def _multiply(
+    buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
+    HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BLOCK: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    ah_s, al_s, bh_s, bl_s = buffers
+    a_scale = pointers[2]
+    rows: gl.constexpr = BM // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    used = 0
+    for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
+        tile_m, tile_n, split, begin, end = _work(work, M, N, K, shares, BM, BN, BK, GROUP)
+        m0 = tile_m * BM + HALF * rows
+        n0 = tile_n * BN
+        zeros = gl.zeros((rows, BN), gl.float32, layout)
+        total = zeros
+        corr = zeros
+        m = gl.minimum(m0 + gl.arange(0, rows, gl.SliceLayout(1, layout)), M - 1)
+        for step in range(begin, end):
+            stage = used % STAGES
+            if BLOCK != 0:
+                scale = gl.load(a_scale + m * blocks + step * BK // BLOCK)
+            mbarrier.wait(ready.index(stage), used // STAGES & 1)
+            ah = ah_s.index(stage).slice(HALF * rows, rows)
+            bh = bh_s.index(stage).permute((1, 0))
+            al = al_s.index(stage).slice(HALF * rows, rows)
+            bl = bl_s.index(stage).permute((1, 0))
+            main = warpgroup_mma(ah, bh, zeros, use_acc=False, is_async=True)
+            low = warpgroup_mma(al, bh, corr, use_acc=BLOCK == 0, is_async=True)
+            low = warpgroup_mma(ah, bl, low, is_async=True)
+            main, corr = warpgroup_mma_wait(0, deps=(main, low))
+            mbarrier.arrive(empty.index(stage))
+            if BLOCK != 0:
+                total += (main + corr * LOW) * (1.0 / gl.where(scale == 0, 1.0, scale))[:, None]
+            else:
+                total += main
+            used += 1
+        if BLOCK == 0:
+            total += corr * LOW
+        _finish(
+            total, pointers, m0, n0, split, M, N, K, gl.minimum(begin * BK, K), gl.minimum(end * BK, K), blocks,
+            stride_am, stride_bn, rows, BN, BLOCK, BLOCKS, HAS_BIAS, layout,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    total, pointers, m0, n0, split, M, N, K, begin, end, blocks, stride_am, stride_bn,
+    BM: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Scale the sums and write the tile; where a row or column holds raw bits, from the planes in IEEE fp32."""
+    a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out = pointers
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    n = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    if BLOCK == 0:
+        lowest = gl.load(a_scale + m, mask=m < M, other=1.0)
+    else:
+        grid: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
+        row = m0 + gl.arange(0, BM, gl.SliceLayout(1, grid))
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, grid))
+        mask = (row < M)[:, None] & (block < blocks)[None, :]
+        lowest = gl.convert_layout(
+            gl.min(gl.load(a_scale + row[:, None] * blocks + block[None, :], mask=mask, other=1.0), 1),
+            gl.SliceLayout(1, layout),
+        )
+    b_scales = gl.load(b_scale + n, mask=n < N, other=1.0)
+    raw = gl.max((lowest == 0).to(gl.int32), 0) + gl.max((b_scales == 0).to(gl.int32), 0)
+    if raw == 0:
+        # One after the other: the product of the two scales may leave fp32's range where the result does not.
+        if BLOCK == 0:
+            total *= (1.0 / lowest)[:, None]
+        total *= (1.0 / b_scales)[None, :]
+        if HAS_BIAS and split == 0:
+            total += gl.load(bias + n, mask=n < N, other=0.0)[None, :]
+        where = split.to(gl.int64) * M * N + m[:, None].to(gl.int64) * N + n[None, :]
+        gl.store(out + where, total, mask=(m < M)[:, None] & (n < N)[None, :])
+    else:
+        _exact(
+            a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out, m0, n0, split, M, N, begin, end, blocks,
+            stride_am, stride_bn, BM, BN, BLOCK, HAS_BIAS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _exact(
+    a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out, m0, n0, split, M, N, begin, end, blocks, stride_am, stride_bn,
+    BM: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([8, BN // 16], [2, 16], [4, 1], [1, 0])
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    n = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    at_a = gl.minimum(m, M - 1).to(gl.int64) * stride_am
+    at_b = gl.minimum(n, N - 1).to(gl.int64) * stride_bn
+    b_scales = gl.load(b_scale + gl.minimum(n, N - 1))
+    total = gl.zeros((BM, BN), gl.float32, layout)
+    for at in range(begin, end):
+        scale_at = at // BLOCK if BLOCK != 0 else 0
+        a_scales = gl.load(a_scale + gl.minimum(m, M - 1) * blocks + scale_at)
+        a = _decoded(gl.load(a_hi + at_a + at), gl.load(a_lo + at_a + at), a_scales)
+        b = _decoded(gl.load(b_hi + at_b + at), gl.load(b_lo + at_b + at), b_scales)
+        total = gl.fma(a[:, None].broadcast_to(BM, BN), b[None, :].broadcast_to(BM, BN), total)
+    if HAS_BIAS and split == 0:
+        total += gl.load(bias + n, mask=n < N, other=0.0)[None, :]
+    where = split.to(gl.int64) * M * N + m[:, None].to(gl.int64) * N + n[None, :]
+    gl.store(out + where, total, mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@gluon.jit
+def _decoded(hi, lo, scale):
+    raw = (hi.to(gl.int16, bitcast=True).to(gl.int32) << 16) | (lo.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
+    held = hi.to(gl.float32) + lo.to(gl.float32) * LOW
+    return gl.where(scale == 0, raw.to(gl.float32, bitcast=True), held / gl.where(scale == 0, 1.0, scale))
+
+
+@gluon.jit(do_not_specialize=["shares"])
+def split_gemm_hopper(
+    ah_desc, al_desc, bh_desc, bl_desc, a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out,
+    M, N, K, shares, blocks, stride_am, stride_bn,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """out[s, M, N] = the s-th share along K of (a / a_scale) @ (b / b_scale)^T + bias, as `split_gemm` has it.
+
+    a [M, K] and b [N, K] are contiguous along K. Grid: (programs,), one a multiprocessor. num_warps 4, maxnreg 168.
+    """
+    ah_s = gl.allocate_shared_memory(gl.float16, [STAGES, BM, BK], ah_desc.layout)
+    bh_s = gl.allocate_shared_memory(gl.float16, [STAGES, BN, BK], bh_desc.layout)
+    al_s = gl.allocate_shared_memory(gl.float16, [STAGES, BM, BK], ah_desc.layout)
+    bl_s = gl.allocate_shared_memory(gl.float16, [STAGES, BN, BK], bh_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    buffers = (ah_s, al_s, bh_s, bl_s)
+    descs = (ah_desc, al_desc, bh_desc, bl_desc)
+    pointers = (a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
+                 gl.constexpr(0), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP),
+            ),
+            (
+                _multiply,
+                (buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
+                 gl.constexpr(1), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP),
+            ),
+            (_fetch, (descs, buffers, ready, empty, M, N, K, shares, BM, BN, BK, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

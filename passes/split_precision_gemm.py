@@ -1,0 +1,207 @@
+"""split_precision_gemm: fp32 matrix products on 16-bit tensor cores, as accurate as fp32.
+
+Answers tensor_core_idle. The operands of each labelled product are split into 16-bit parts, and the parts multiplied on
+the tensor cores (`passes.split_products`). What a product costs and how accurate it is depends on `method`:
+
+    fp16x3   three products of scaled fp16 parts, summed in fp32 registers: a third of cuBLAS fp32's own error, for any
+             input; NaN and Inf where fp32 has them. Class fp32
+    bf16x3   three products of bf16 parts in one call of cuBLAS: 16 bits, an error of 5e-6. Error budgets from 1e-5 on,
+             for those products where it measures faster; fp16x3 for the others
+    fp16     one product of scaled fp16 operands: TF32's eleven bits at twice its rate. Classes tf32 and bf16
+
+The split of an activation is ordinary graph code, which Inductor fuses into the activation's producer; a frozen weight
+is split once, when it is folded. Products that share an operand share its split.
+
+before                                   after (fp16x3)
+    y = addmm(bias, x, w)                    x_hi, x_lo, x_scale = split(x);  w_hi, w_lo, w_scale = split(w^T)
+                                             y = split_gemm(x_hi, x_lo, x_scale, w_hi, w_lo, w_scale, bias)
+
+Refuses products that are not fp32, symbolic sizes, and products too small to fill a tensor core's tile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxopt.labels import Axis
+from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
+from fxopt.torch_api.tracing import graph_of
+from fxopt.verify import Precision
+from passes import split_products
+from passes.kernels import launch
+
+aten = torch.ops.aten
+
+#: matrix-product operators: position of the left operand, and whether something is added
+_LEFT: dict[Any, tuple[int, bool]] = {
+    aten.mm.default: (0, False),
+    aten.bmm.default: (0, False),
+    aten.addmm.default: (1, True),
+    aten.baddbmm.default: (1, True),
+}
+METHODS = ("fp16x3", "bf16x3", "fp16")
+#: the loosest error that bf16x3 and fp16 are within on a whole model, by which a number as precision allows them
+_BF16X3_ERROR, _FP16_ERROR = 1e-5, 5e-4
+#: rows up to this length are scaled as a whole, for their largest element comes with a normalisation over the row;
+#: longer ones by blocks, which a pointwise producer can be split in without reading it twice
+_WHOLE_ROW, _BLOCK = 1024, 128
+#: below this many elements a side, a tensor core's tile is mostly padding
+_LEAST = 16
+
+
+@dataclass(frozen=True)
+class SplitPrecisionGemm(GraphPass):
+    """fp32 matrix products on 16-bit tensor cores, as accurate as fp32."""
+
+    name: ClassVar[str] = "split_precision_gemm"
+    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
+    stage: ClassVar[Stage] = Stage.JOINT
+    precision: ClassVar[Precision] = Precision.FP32
+    after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    conflicts: ClassVar[tuple[str, ...]] = ("promote_matmul_precision",)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    #: how the operands are split: fp16x3, bf16x3 or fp16
+    method: str = "fp16x3"
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
+
+    def variants(self, context: PassContext) -> Sequence[Pass]:
+        return [SplitPrecisionGemm(method) for method in reversed(METHODS) if _allowed(method, context)]
+
+    def applicable(self, context: PassContext) -> str:
+        if "float16" not in context.matrix_units:
+            return f"{context.device} has no fp16 matrix units"
+        if context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            return "Triton is not installed, and the kernel is written in it"
+        if context.grad:
+            return "gradients are on: this pass rewrites inference graphs only"
+        if not _allowed(self.method, context):
+            return f"{self.method} is not within the precision asked for"
+        return ""
+
+    def candidates(self, graph: fx.Graph, context: PassContext) -> Iterable[Candidate]:
+        for node in graph.nodes:
+            if node.target not in _LEFT:
+                continue
+            left, _ = _LEFT[node.target]
+            a, b = (node.args[i].meta["val"] for i in (left, left + 1))
+            sizes = (*a.shape, b.shape[-1])
+            if not context.answers(node, self.answers):
+                yield Candidate(node.name, "not labelled tensor_core_idle")
+            elif a.dtype != torch.float32 or node.meta["val"].dtype != torch.float32:
+                yield Candidate(node.name, f"operands are {str(a.dtype).removeprefix('torch.')}, not float32")
+            elif a.device.type != context.device.type:
+                yield Candidate(node.name, f"operands are on {a.device.type}, the graph on {context.device.type}")
+            elif not all(isinstance(size, int) for size in sizes):
+                yield Candidate(node.name, "sizes are symbolic")
+            elif min(sizes[-3:]) < _LEAST:
+                yield Candidate(node.name, f"a side has {min(sizes[-3:])} elements: most of a tile would be padding")
+            elif node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
+                yield Candidate(node.name, "beta or alpha is not 1")
+            else:
+                yield Candidate(node.name)
+
+    def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
+        left, adds = _LEFT[node.target]
+        a, b = node.args[left], node.args[left + 1]
+        assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        with graph.inserting_before(node):
+            product = self._product(graph, node, a, b, context)
+            if adds and node.args[0] not in product.all_input_nodes:
+                product = graph.call_function(aten.add.Tensor, (product, node.args[0]))
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+
+    def _product(self, graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, context: PassContext) -> fx.Node:
+        """The product, by this project's own kernel or by cuBLAS; a bias [N] may be in it."""
+        added = node.args[0] if len(node.args) > 2 else None
+        m, k = a.meta["val"].shape[-2:]
+        bias = added if isinstance(added, fx.Node) and _is_row(added.meta["val"], b.meta["val"].shape[-1]) else None
+        product = launch.Product(
+            m,
+            b.meta["val"].shape[-1],
+            k,
+            batch=a.meta["val"].shape[0] if a.meta["val"].dim() == 3 else 1,
+            terms=1 if self.method == "fp16" else 3,
+            block=_BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 and self.method != "fp16" else 0,
+            bias=bias is not None,
+        )
+        device = a.meta["val"].device
+        choices = launch.choices(context.cache / "tiles.json" if context.cache is not None else None)
+        tile, took = choices.tile(product, device)
+        if self.method == "bf16x3":
+            # Writing the parts, at what Inductor's concatenation reaches, against writing planes.
+            library = choices.library(product, device) + m * k * product.batch * 6 / 1e6
+            if library <= took + m * k * product.batch * 4 / 3e6:
+                return self._parts(graph, a, b)
+        if product.terms == 3:
+            block = product.block
+            operands = _split(graph, a, f"rows{block}", lambda x: split_products.split(_dense(x), block))
+            operands += _split(graph, b, "columns", lambda x: split_products.split(_dense(x.mT)))
+            operator: Any = torch.ops.fxopt.split_gemm.default
+        else:
+            operands = _split(graph, a, "once", lambda x: split_products.rounded_once(_dense(x)))
+            operands += _split(graph, b, "columns once", lambda x: split_products.rounded_once(_dense(x.mT)))
+            operator = torch.ops.fxopt.scaled_gemm.default
+        result = graph.call_function(operator, (*operands, bias if tile[3] == 1 else None, list(tile)))
+        return result if tile[3] == 1 else graph.call_function(aten.sum.dim_IntList, (result, [-3]))
+
+    def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
+        """The product by cuBLAS, over a K three times as long."""
+        (wide_a,) = _split(graph, a, "parts", lambda x: (split_products.split_parts(_dense(x), 0),))
+        (wide_b,) = _split(graph, b, "columns parts", lambda x: (split_products.split_parts(_dense(x.mT), 1),))
+        turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
+        operator: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
+        return graph.call_function(operator, (wide_a, turned, torch.float32))
+
+
+def _allowed(method: str, context: PassContext) -> bool:
+    """Whether the precision asked for leaves room for the method's error."""
+    budget = context.budget
+    if method == "fp16x3":
+        return True
+    if budget.max_rel_l2 is not None:
+        return budget.max_rel_l2 >= (_BF16X3_ERROR if method == "bf16x3" else _FP16_ERROR)
+    # A class that allows TF32 has no use for what is slower and more accurate.
+    return method == "fp16" and budget.allows(Precision.TF32)
+
+
+def _is_row(added: torch.Tensor, n: int) -> bool:
+    """Whether the kernel can read it as N numbers beside each other; addmm takes one number and broadcast views too."""
+    return tuple(added.shape) == (n,) and added.stride(0) == 1
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+def _split(graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., tuple[torch.Tensor, ...]]) -> list[fx.Node]:
+    """The parts of `value`, computed right after it; those that an earlier product had computed where there are any."""
+    # A dict of this graph's own, for a copied node shares its meta's values with the one that it was copied from.
+    known = value.meta["fxopt_split"] = dict(value.meta.get("fxopt_split", {}))
+    if how in known:
+        names = {node.name: node for node in graph.nodes}
+        if all(name in names for name in known[how]):
+            return [names[name] for name in known[how]]
+    traced = graph_of(split, value.meta["val"])
+    after = value
+    while after.next.op == "placeholder":
+        after = after.next
+    with graph.inserting_after(after):
+        anchor = graph.call_function(aten.alias.default, (value,))
+    with graph.inserting_before(anchor):
+        inputs = [node for node in traced.nodes if node.op == "placeholder"]
+        parts: Any = graph.graph_copy(traced, dict(zip(inputs, [value], strict=True)))
+    graph.erase_node(anchor)
+    found = list(parts)
+    known[how] = [part.name for part in found]
+    return found

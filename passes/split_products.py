@@ -1,0 +1,194 @@
+"""fp32 matrix products on 16-bit tensor cores: how a value is split, and the operators that multiply split values.
+
+`split(x)` writes each row of an fp32 tensor as two planes of 16 bits and a scale: with s the power of two for which the
+row's largest |x * s| lies in [2^14, 2^15), hi = fp16(x * s) and lo = fp16((x * s - hi) * 2^11). Together they hold
+every element to 2^-22 of itself, and one below 2^-28 of the row's largest to 2^-49 of that. A row that cannot be held
+so gets s = 0, and its planes hold the upper and lower halves of the fp32 bits: nothing is lost, and the product
+computes the tiles that meet it in IEEE fp32. These are rows with a non-finite element, with a largest outside
+[2^-46, 2^75), and rows of mixed scale: more than one in 64 of their elements is below 2^-28 of the largest. (Of
+normally distributed numbers one in 10^8 is. Were a single one enough, each large weight would have slow tiles.)
+
+The method is Ootomo and Yokota's, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+theoretical peak performance" (2022); scaling by rows, the encoding of rows that do not fit and the choice on the device
+are ours. fp16(x * s) is computed in integers, because Inductor takes fp32 -> fp16 -> fp32 for the identity, also where
+the bits are looked at in between, and would make every lo zero.
+
+`split_parts(x)` is the cheaper form for a looser error budget: two bf16 parts beside each other along K, so that one
+product of the library, three times as long, gives a_lo b_hi + a_hi b_lo + a_hi b_hi.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from passes.kernels.launch import Tile
+
+LOW = 2.0**11  #: what the remainder is multiplied by
+_MOST, _LEAST = 2.0**75, 2.0**-46  # the range of a row's largest element
+_SPREAD = 2.0**-28  # the part of a row's largest from which on an element is held to 2^-22 of itself
+_FEW = 64  # one in so many elements of a row may be below that
+_ONE = 0x3F800000  # the bits of 1.0
+_BF16_MOST = 0x7F7F0000  # the bits of bf16's largest number
+
+
+def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(hi, lo, scale) of an fp32 tensor [..., K]: two int16 tensors [..., K] that hold fp16 bits, and fp32 [..., 1].
+
+    block: elements along K that share a scale, K's divisor; the scale is then [..., K / block]. 0: the whole row.
+    """
+    shape = x.shape
+    if block:
+        x = x.reshape(*shape[:-1], shape[-1] // block, block)
+    magnitude = x.abs()
+    largest = magnitude.amax(-1, keepdim=True)
+    small = ((magnitude < largest * _SPREAD) & (magnitude != 0)).to(torch.float32).sum(-1, keepdim=True)
+    # NaN compares false, so that a row with one is not held. Masks are integers, for a `where` with a number in it
+    # makes a constant that keeps Inductor from folding the split of a frozen weight.
+    held = ((largest >= _LEAST) & (largest < _MOST) & (small * _FEW <= x.shape[-1])).to(torch.int32)
+    empty = (largest == 0).to(torch.int32)
+    scale = (_rebased(largest) * held + empty * _ONE).view(torch.float32)
+    y = x * scale
+    # fp16(y): ten bits of mantissa, with the exponent rebased by 112; below 2^-14 a multiple of 2^-24.
+    rounded = (y.view(torch.int32) + 0x1000) & ~0x1FFF
+    steps = (y * 2.0**24).round()
+    tiny = y.abs() < 2.0**-14
+    value = torch.where(tiny, steps * 2.0**-24, rounded.view(torch.float32))
+    bits = torch.where(tiny, steps.abs().to(torch.int32), ((rounded & 0x7FFFFFFF) >> 13) - (112 << 10))
+    sign = (rounded >> 16) & 0x8000
+    high = bits | sign
+    low = ((y - value) * LOW).to(torch.float16).view(torch.int16).to(torch.int32)
+    # What is not zero must not become it: Inf times it is Inf.
+    low = torch.where(((bits | (low & 0x7FFF)) == 0) & (magnitude != 0), sign | 1, low)
+    raw = x.view(torch.int32)
+    fits = scale != 0
+    hi = torch.where(fits, high, raw >> 16).to(torch.int16)
+    lo = torch.where(fits, low, raw).to(torch.int16)
+    if block:
+        return hi.reshape(shape), lo.reshape(shape), scale.squeeze(-1)
+    return hi, lo, scale
+
+
+def _rebased(largest: torch.Tensor) -> torch.Tensor:
+    """The bits of the power of two that brings a number to [2^14, 2^15): exponent 268 less its own, within int32."""
+    return ((134 << 23) - (largest.view(torch.int32) & 0x7F800000)) + (134 << 23)
+
+
+def joined(hi: torch.Tensor, lo: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The fp32 values [..., K] that `split` wrote."""
+    wide = scale.repeat_interleave(hi.shape[-1] // scale.shape[-1], -1)
+    raw = (hi.to(torch.int32) << 16) | (lo.to(torch.int32) & 0xFFFF)
+    held = hi.view(torch.float16).float() + lo.view(torch.float16).float() / LOW
+    return torch.where(wide == 0, raw.view(torch.float32), held / torch.where(wide == 0, 1.0, wide))
+
+
+def rounded_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale) of an fp32 tensor [..., K] for one product with TF32's eleven bits: fp16 [..., K], fp32 [..., 1].
+
+    The scale looks at finite elements alone; Inf and NaN stay what they are. An element below 2^-29 of its row's
+    largest becomes a subnormal, with fewer bits, and one below 2^-40 of it zero.
+    """
+    magnitude = x.abs()
+    finite = (magnitude < math.inf).to(torch.int32)
+    largest = (magnitude.view(torch.int32) * finite).view(torch.float32).amax(-1, keepdim=True)
+    held = ((largest >= _LEAST) & (largest < _MOST)).to(torch.int32)
+    scale = (_rebased(largest) * held + (1 - held) * _ONE).view(torch.float32)
+    return (x * scale).to(torch.float16), scale
+
+
+def split_parts(x: torch.Tensor, last: int) -> torch.Tensor:
+    """An fp32 tensor [..., K] as bf16 parts [..., 3K]: lo, hi, hi for the left side (`last` 0), else hi, lo, hi.
+
+    Together the parts hold 16 bits. Only the last third carries Inf and NaN, so that they meet each other once.
+    """
+    bits = x.view(torch.int32)
+    up = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000  # to the nearest bf16 number, ties to even
+    finite = ((bits & 0x7F800000) != 0x7F800000).to(torch.int32)
+    # What rounds past bf16's largest number would become Inf.
+    up = torch.where((up & 0x7FFFFFFF) > _BF16_MOST, (bits & -0x80000000) | _BF16_MOST, up)
+    hi = (up * finite).view(torch.float32)
+    lo = ((x - hi).view(torch.int32) * finite).view(torch.float32)
+    parts = [lo, hi] if last == 0 else [hi, lo]
+    return torch.cat([*parts, torch.where(finite != 0, hi, x)], -1).to(torch.bfloat16)
+
+
+# ---- operators ----
+
+torch.library.define(
+    "fxopt::split_gemm",
+    "(Tensor a_hi, Tensor a_lo, Tensor a_scale, Tensor b_hi, Tensor b_lo, Tensor b_scale, Tensor? bias, int[] tile)"
+    " -> Tensor",
+)
+torch.library.define(
+    "fxopt::scaled_gemm", "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[] tile) -> Tensor"
+)
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor, tile: Sequence[int]) -> list[Any]:
+    """[batch,] [shares,] M, N: fp32 sums over shares are the caller's, who can fuse them into what comes next."""
+    return [*a.shape[:-2], *([tile[3]] if tile[3] > 1 else []), a.shape[-2], b.shape[-2]]
+
+
+@torch.library.register_fake("fxopt::split_gemm")
+def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+    return a_hi.new_empty(_shape(a_hi, b_hi, tile), dtype=torch.float32)
+
+
+@torch.library.register_fake("fxopt::scaled_gemm")
+def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+    return a.new_empty(_shape(a, b, tile), dtype=torch.float32)
+
+
+def _reference(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Sequence[int]) -> torch.Tensor:
+    """What the operators give, from values in fp32: [.., M, K] @ [.., N, K]^T, in shares along K."""
+    shares, step = tile[3], tile[2]
+    steps = math.ceil(a.shape[-1] / step)
+    length = math.ceil(steps / shares) * step
+    parts = [a[..., i * length : (i + 1) * length] @ b[..., i * length : (i + 1) * length].mT for i in range(shares)]
+    if bias is not None:
+        parts[0] = parts[0] + bias
+    return parts[0] if shares == 1 else torch.stack(parts, -3)
+
+
+@torch.library.impl("fxopt::split_gemm", "CPU")
+def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+    return _reference(joined(a_hi, a_lo, a_scale), joined(b_hi, b_lo, b_scale), bias, tile)
+
+
+@torch.library.impl("fxopt::scaled_gemm", "CPU")
+def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+    return _reference(a.float() / a_scale, b.float() / b_scale, bias, tile)
+
+
+@torch.library.impl("fxopt::split_gemm", "CUDA")
+def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+    from passes.kernels.launch import gemm
+
+    out = a_hi.new_empty(_shape(a_hi, b_hi, tile), dtype=torch.float32)
+    gemm((a_hi, a_lo, a_scale), (b_hi, b_lo, b_scale), bias, out, tuple(tile))
+    return out
+
+
+@torch.library.impl("fxopt::scaled_gemm", "CUDA")
+def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+    from passes.kernels.launch import gemm
+
+    out = a.new_empty(_shape(a, b, tile), dtype=torch.float32)
+    gemm((a, None, a_scale), (b, None, b_scale), bias, out, tuple(tile))
+    return out
+
+
+def split_mm(a: torch.Tensor, b: torch.Tensor, terms: int = 3, tile: Tile | None = None) -> torch.Tensor:
+    """a [M, K] @ b [K, N] in fp32 by the method of this module (terms 3), or with TF32's bits (1), run at once."""
+    from passes.kernels import launch
+
+    m, k, n = *a.shape, b.shape[1]
+    tile = tile or launch.choices(None).tile(launch.Product(m, n, k, terms=terms), a.device)[0]
+    if terms == 3:
+        out = torch.ops.fxopt.split_gemm(*split(a), *split(b.mT.contiguous()), None, tile)
+    else:
+        out = torch.ops.fxopt.scaled_gemm(*rounded_once(a), *rounded_once(b.mT.contiguous()), None, tile)
+    return out.sum(0) if tile[3] > 1 else out

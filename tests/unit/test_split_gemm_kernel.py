@@ -1,0 +1,183 @@
+"""The Triton kernel of split products, run by Triton's interpreter on the CPU, against fp64 and the operators."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the kernel on the CPU")
+ROOT = Path(__file__).parents[2]
+
+#: Run in a process of its own, for Triton decides while it is imported whether to interpret.
+COMMON = """
+import contextlib, math, torch
+import triton.runtime.interpreter as interpreter
+from passes.kernels import launch
+from passes.split_products import joined, rounded_once, split
+
+patch = interpreter._patch_lang_tensor
+
+def patch_with_index(tensor, scope):
+    # Triton 3.6's own makes an int of an array of one dimension, which numpy 2.4 no longer does.
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+interpreter._patch_lang_tensor = patch_with_index
+torch.cuda.device = lambda device: contextlib.nullcontext()  # nothing of it is needed by the interpreter
+torch.manual_seed(0)
+
+def product(a, b, bias, tile, block=0, terms=3):
+    made = (split(a, block), split(b)) if terms == 3 else [(x[0], None, x[1]) for x in map(rounded_once, (a, b))]
+    shares = [tile[3]] if tile[3] > 1 else []
+    out = torch.full((*a.shape[:-2], *shares, a.shape[-2], b.shape[-2]), math.nan)
+    launch.gemm(*made, bias, out, tile)
+    return out
+
+def error(found, a, b, bias=0.0):
+    exact = a.double() @ b.double().mT + bias
+    return ((found.double() - exact).abs() / (a.double().abs() @ b.double().abs().mT)).max().item()
+"""
+
+NUMBERS = """
+CASES = [
+    # M, K, N, elements a scale, tile
+    (40, 96, 50, 0, (32, 32, 32, 1, 4, 2)),     # edges in M and N
+    (40, 100, 50, 0, (32, 32, 32, 2, 4, 2)),    # K no multiple of BK, in shares
+    (33, 40, 17, 0, (32, 32, 32, 4, 4, 2)),     # more shares than steps
+    (70, 256, 90, 128, (32, 64, 32, 1, 4, 2)),  # scales by block
+    (70, 256, 90, 64, (64, 32, 32, 2, 4, 2)),
+    (20, 384, 20, 128, (32, 32, 64, 1, 4, 2)),  # three blocks: padded to four
+]
+for m, k, n, block, tile in CASES:
+    a, b, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    own = max(error(a @ b.T, a, b), 2**-24)
+    for added in (bias, None):
+        found = product(a, b, added, tile, block)
+        assert found.isfinite().all(), (m, k, n)
+        found = found.sum(0) if tile[3] > 1 else found
+        assert error(found, a, b, 0.0 if added is None else added.double()) <= 4 * own, (m, k, n, block)
+    if not block:
+        found = product(a, b, None, tile, terms=1)
+        found = found.sum(0) if tile[3] > 1 else found
+        assert 1e-6 < error(found, a, b) < 2**-10, (m, k, n)
+print("agrees")
+"""
+
+SHARES = """
+a, b, bias = torch.randn(20, 80), torch.randn(20, 80), torch.randn(20)
+tile = (32, 32, 16, 2, 4, 2)
+for terms in (3, 1):
+    found = product(a, b, bias, tile, terms=terms)
+    operator = torch.ops.fxopt.split_gemm if terms == 3 else torch.ops.fxopt.scaled_gemm
+    made = (*split(a), *split(b)) if terms == 3 else (*rounded_once(a), *rounded_once(b))
+    torch.testing.assert_close(found, operator(*made, bias, tile), rtol=0, atol=2e-5)
+print("agrees")
+"""
+
+BATCHES = """
+a, b, bias = torch.randn(3, 20, 48), torch.randn(3, 40, 48), torch.randn(40)
+for shares in (1, 2):
+    for left, right in ((a, b), (a[:1].expand(3, 20, 48), b)):
+        found = product(left, right, bias, (32, 32, 16, shares, 4, 2))
+        found = found.sum(1) if shares > 1 else found
+        assert error(found, left, right, bias.double()) <= 1e-6, shares
+planes = split(a[:1]), split(b)
+once = tuple(t.expand(3, *t.shape[1:]) for t in planes[0])  # one matrix for all, without a copy
+out = torch.full((3, 20, 40), math.nan)
+launch.gemm(once, planes[1], None, out, (32, 32, 16, 1, 4, 2))
+assert error(out, a[:1].expand(3, 20, 48), b) <= 1e-6
+print("agrees")
+"""
+
+SPECIAL = """
+for m, k, n, block, shares in ((40, 100, 50, 0, 1), (40, 100, 50, 0, 2), (70, 256, 90, 64, 1), (70, 256, 90, 128, 2)):
+    a, b, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    a[3, 5], a[4, 6], a[5, 7] = math.inf, math.nan, 3e38
+    a[34], b[7, 8], b[9, 3], b[10] = a[34] * 10 ** (torch.rand(k) * 20 - 10), 1e-41, -math.inf, 0
+    b[8] *= 1e-42
+    found = product(a, b, bias, (32, 32, 32, shares, 4, 2), block)
+    found = found.sum(0) if shares > 1 else found
+    fp32 = torch.addmm(bias, a, b.T)
+    assert torch.equal(found.isnan(), fp32.isnan()) and torch.equal(found.isinf(), fp32.isinf()), (m, block, shares)
+    finite = fp32.isfinite()
+    bound = (bias.abs() + a.double().abs() @ b.double().abs().T)[finite]
+    assert ((found - fp32).double().abs()[finite] <= 2e-6 * bound).all(), (m, block, shares)
+print("agrees")
+"""
+
+STRIDES = """
+a, b = torch.randn(40, 64), torch.randn(50, 64)
+rows, columns = split(a), split(b)
+turned = tuple(t.T.contiguous().T for t in rows[:2])          # along M
+apart = (columns[0], columns[1].T.contiguous().T)             # the two planes have strides of their own
+scales = torch.cat([rows[2], rows[2]], 1)[:, :1]              # every second number
+out = torch.full((40, 50), math.nan)
+launch.gemm((*turned, scales), (*apart, columns[2]), None, out, (32, 32, 32, 1, 4, 2))
+assert error(out, a, b) <= 1e-6
+print("agrees")
+"""
+
+
+def interpreted(check: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", COMMON + check], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "agrees", run.stderr[-2000:]
+
+
+def test_numbers_are_fp32s_for_any_edge_block_share_and_bias():
+    interpreted(NUMBERS)
+
+
+def test_shares_are_those_that_the_operator_has_on_the_cpu():
+    interpreted(SHARES)
+
+
+def test_batches_and_a_matrix_that_a_batch_has_in_common():
+    interpreted(BATCHES)
+
+
+def test_what_planes_cannot_hold_is_computed_in_fp32():
+    interpreted(SPECIAL)
+
+
+def test_planes_of_other_layouts_are_read_by_their_strides():
+    interpreted(STRIDES)
+
+
+@pytest.mark.skipif(
+    not torch.version.cuda, reason="this torch was built without CUDA: its Triton has no backend for it"
+)
+@pytest.mark.parametrize("terms", [3, 1])
+def test_the_kernel_compiles_for_an_h200_and_uses_its_matrix_units(terms):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from passes.kernels.split_gemm import split_gemm
+
+    if not isinstance(split_gemm, triton.JITFunction):
+        pytest.skip("Triton interprets in this process")
+    fixed = {
+        "BM": 64, "BN": 64, "BK": 64, "BLOCK": 0, "BLOCKS": 1, "TERMS": terms, "PROMOTE": terms == 3,
+        "EVEN_K": True, "HAS_BIAS": True, "GROUP": 8, "stride_ak": 1, "stride_bk": 1,
+    }  # fmt: skip
+    kinds = dict.fromkeys(("a_hi", "a_lo", "b_hi", "b_lo"), "*fp16")
+    kinds |= dict.fromkeys(("a_scale", "b_scale", "bias", "out"), "*fp32")
+    names = split_gemm.arg_names
+    aligned = [*kinds, "K", "stride_am", "stride_bn", "batch_a", "batch_b"]
+    source = triton.compiler.ASTSource(
+        fn=split_gemm,
+        signature={name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async" in ptx
+    assert compiled.metadata.shared <= 227 * 1024

@@ -1,0 +1,207 @@
+"""Tiles of split products: which are worth measuring, which is chosen, and the file that remembers it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from passes.kernels import launch
+from passes.kernels.launch import Choices, Product
+
+CUDA = torch.device("cuda", 0)
+H200 = 132
+TILE = (64, 64, 64, 2, 4, 3)
+TOOK = 12.5
+SHAPES = [
+    *(Product(512, 768, 768), Product(512, 3072, 768), Product(512, 50257, 768), Product(8192, 8192, 8192)),
+    *(Product(64, 64, 4096), Product(16, 16, 16), Product(17, 50000, 768), Product(300, 20, 1000)),
+    *(Product(128, 128, 64, batch=96), Product(33, 33, 64, batch=100), Product(512, 768, 770)),
+]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Stands in for a card: the products that were measured, each of which finds TILE the fastest."""
+    seen = []
+    card = SimpleNamespace(name="a card", multi_processor_count=H200)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="1.2.3"))
+    monkeypatch.setattr(launch, "measure_tiles", lambda product, device: seen.append(product) or [*TILE, TOOK])
+    monkeypatch.setattr(launch, "measure_library", lambda product, device: seen.append(product) or 7.5)
+    return seen
+
+
+# ---------------------------------------------------------------- which are worth measuring
+
+
+@pytest.mark.parametrize("hopper", [False, True], ids=["any chip", "Hopper"])
+@pytest.mark.parametrize("terms", [3, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_option_is_a_tile_that_the_kernel_takes(shape, terms, hopper):
+    product = Product(shape.m, shape.n, shape.k, batch=shape.batch, terms=terms)
+    found = launch.options(product, H200, hopper)
+    assert found and len(set(found)) == len(found)
+    for bm, bn, bk, shares, warps, stages in found:
+        assert all(size >= 16 and size & (size - 1) == 0 for size in (bm, bn, bk))
+        assert shares in (1, 2, 4) and (shares == 1 or product.k >= 128 * shares)
+        assert warps in (4, 8) or (hopper and warps == launch.HOPPER)
+        planes = 2 if terms == 3 else 1
+        assert (bm + bn) * bk * 2 * planes * stages <= 227 * 1024, "shared memory of an H200, in bytes"
+
+
+def test_a_block_of_scales_is_whole_steps_of_every_tile():
+    from passes.split_precision_gemm import _BLOCK
+
+    assert all(_BLOCK % tile[2] == 0 for tile in (*launch.TILES, *launch.HOPPER_TILES))
+
+
+@pytest.mark.parametrize(("m", "n"), [(16, 4096), (4096, 48)])
+def test_no_tile_is_mostly_padding(m, n):
+    for bm, bn, *_ in launch.options(Product(m, n, 768), H200):
+        assert bm <= max(64, 2 * m) and bn <= max(64, 2 * n)
+
+
+def test_k_is_shared_out_only_where_the_tiles_do_not_fill_the_device():
+    few = launch.options(Product(64, 64, 4096), H200)
+    assert few[0][3] > 1
+    for many in (Product(8192, 8192, 4096), Product(64, 64, 4096, batch=400)):
+        assert {tile[3] for tile in launch.options(many, H200)} == {1}
+
+
+@pytest.mark.parametrize("product", [Product(512, 768, 768), Product(512, 3072, 768), Product(64, 64, 4096)], ids=str)
+def test_the_likely_best_keeps_most_multiprocessors_at_work_or_cannot(product):
+    bm, bn, _, shares, *_ = launch.options(product, H200)[0]
+    tiles = math.ceil(product.m / bm) * math.ceil(product.n / bn)
+    assert tiles * shares >= H200 // 2 or product.k / shares <= 1024
+
+
+def test_hoppers_own_tiles_are_for_hopper_and_what_it_can_fetch():
+    def of_hopper(product, hopper=True):
+        return [tile for tile in launch.options(product, H200, hopper) if tile[4] == launch.HOPPER]
+
+    assert of_hopper(Product(512, 768, 768))
+    assert not of_hopper(Product(512, 768, 768), hopper=False)
+    assert not of_hopper(Product(512, 768, 768, batch=4))
+    assert not of_hopper(Product(512, 768, 770)), "rows that are not aligned"
+    assert not of_hopper(Product(512, 768, 768, terms=1))
+
+
+def test_without_a_card_the_likely_best_is_taken_and_nothing_is_kept(tmp_path):
+    choices = Choices(tmp_path / "tiles.json")
+    for device in (torch.device("cpu"), *([] if torch.cuda.is_available() else [CUDA])):
+        for terms in (3, 1):
+            product = Product(512, 768, 768, terms=terms)
+            assert choices.tile(product, device) == (launch.options(product, H200)[0], 0.0)
+        assert choices.library(product, device) == 0.0
+    assert not os.listdir(tmp_path)
+
+
+# ---------------------------------------------------------------- what is remembered
+
+ONE = Product(512, 768, 640)
+
+
+def test_a_product_is_measured_once(measured, tmp_path):
+    choices = Choices(tmp_path / "below" / "tiles.json")
+    for _ in range(2):
+        assert choices.tile(ONE, CUDA) == (TILE, TOOK)
+        assert choices.library(ONE, CUDA) == 7.5
+    assert measured == [ONE, ONE], "its tile, and the library's product"
+    others = [Product(512, 768, 640, **{name: 1}) for name in ("terms", "block", "bias")]
+    for other in others:
+        choices.tile(other, CUDA)
+    assert measured[2:] == others
+
+
+def test_a_later_process_finds_it_in_the_file(measured, tmp_path):
+    keep = tmp_path / "tiles.json"
+    first = Choices(keep)
+    first.tile(ONE, CUDA), first.library(ONE, CUDA)
+    later = Choices(keep)
+    assert later.tile(ONE, CUDA) == (TILE, TOOK) and later.library(ONE, CUDA) == 7.5
+    assert len(measured) == 2
+    for key in json.loads(keep.read_text()):
+        assert all(part in key for part in ("a card", "1.2.3", torch.__version__, "512", "768", "640"))
+
+
+def test_a_process_reads_a_file_once(tmp_path):
+    assert launch.choices(tmp_path / "tiles.json") is launch.choices(tmp_path / "tiles.json")
+    assert launch.choices(tmp_path / "other.json") is not launch.choices(tmp_path / "tiles.json")
+
+
+def test_without_a_file_it_is_remembered_in_the_process(measured):
+    choices = Choices(None)
+    assert choices.tile(ONE, CUDA) == choices.tile(ONE, CUDA) == (TILE, TOOK)
+    assert len(measured) == 1
+
+
+def test_another_card_or_another_triton_measures_anew(measured, tmp_path, monkeypatch):
+    keep = tmp_path / "tiles.json"
+    Choices(keep).tile(ONE, CUDA)
+    monkeypatch.setattr(sys.modules["triton"], "__version__", "9")
+    Choices(keep).tile(ONE, CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="another"))
+    Choices(keep).tile(ONE, CUDA)
+    assert len(measured) == 3 and len(json.loads(keep.read_text())) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "[]", "3", '{"a": 1}', '{"a": [1, 2]}', '{"a": "abcdefg"}', '{"a": {"b": 1}}', "\x00\xff"],
+)
+def test_a_file_that_cannot_be_read_is_measured_and_written_anew(text, measured, tmp_path):
+    keep = tmp_path / "tiles.json"
+    keep.write_bytes(text.encode("latin-1"))
+    assert Choices(keep).tile(ONE, CUDA) == (TILE, TOOK)
+    assert measured == [ONE]
+    assert list(json.loads(keep.read_text()).values()) == [[*TILE, TOOK]]
+
+
+def test_a_file_that_cannot_be_written_only_costs_the_memory_of_it(measured, tmp_path):
+    folder, below = tmp_path / "tiles.json", tmp_path / "file"
+    folder.mkdir()
+    (folder / "other").touch()
+    below.touch()
+    for keep in (folder, below / "tiles.json"):
+        assert Choices(keep).tile(ONE, CUDA) == (TILE, TOOK)
+    assert sorted(os.listdir(tmp_path)) == ["file", "tiles.json"] and os.listdir(folder) == ["other"]
+
+
+def test_what_another_process_wrote_meanwhile_is_kept_and_known(measured, tmp_path):
+    keep = tmp_path / "tiles.json"
+    ours, theirs = Choices(keep), Choices(keep)
+    other = Product(512, 769, 640)
+    theirs.tile(ONE, CUDA)
+    ours.tile(other, CUDA)
+    assert len(json.loads(keep.read_text())) == 2
+    assert ours.tile(ONE, CUDA) == (TILE, TOOK) and measured == [ONE, other]
+
+
+def test_a_reader_finds_a_whole_file_at_any_time(measured, tmp_path):
+    keep = tmp_path / "tiles.json"
+    choices = Choices(keep)
+    choices.tile(Product(512, 1, 640), CUDA)
+    stop, broken = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                json.loads(keep.read_text())
+            except Exception as error:
+                broken.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(2, 40):
+        choices.tile(Product(512, n, 640), CUDA)
+    stop.set()
+    reader.join()
+    assert not broken and os.listdir(tmp_path) == ["tiles.json"]
