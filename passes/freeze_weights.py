@@ -3,7 +3,9 @@
 Answers compute_bound, memory_bound and tensor_core_idle on nodes that read a parameter, and layout_conversion and
 cast_traffic, where a weight is transposed or cast on every call. Weights are folded into the compiled code: a
 transposed, cast or packed copy is made once instead of on every call (on the CPU, Inductor's linear packing for oneDNN
-needs it). Only `fxopt.optimize` may do this: `torch.compile` promises that a parameter changed between calls is seen.
+needs it). Batch normalisation in evaluation mode is folded into the convolution or linear layer before it, in fp32: the
+first Inductor does by itself, the second it is asked for. Only `fxopt.optimize` may do this: `torch.compile` promises
+that a parameter changed between calls is seen.
 Refuses buffers and parameters that the graph writes to, and graphs with gradients.
 """
 
@@ -20,6 +22,9 @@ from fxopt.labels import Axis
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
 from fxopt.verify import Precision
 
+#: Inductor's option to fold arithmetic with constants into a linear layer, as it does for convolutions anyway
+_FOLD_INTO_LINEAR = {"enable_linear_binary_folding": True}
+
 
 @dataclass(frozen=True)
 class FreezeWeights(ConfigPass):
@@ -31,7 +36,13 @@ class FreezeWeights(ConfigPass):
     )
     stage: ClassVar[Stage] = Stage.CONFIG
     precision: ClassVar[Precision] = Precision.FP32
-    enables: ClassVar[tuple[str, ...]] = ("promote_matmul_precision", "onednn_linear")
+    enables: ClassVar[tuple[str, ...]] = (
+        "promote_matmul_precision",
+        "onednn_linear",
+        "split_precision_gemm",
+        "split_precision_conv",
+        "channels_last",
+    )
 
     def applicable(self, context: PassContext) -> str:
         if not context.session:
@@ -59,7 +70,7 @@ class FreezeWeights(ConfigPass):
                 yield position, Candidate(name)
 
     def configure(self, accepted: Sequence[int], context: PassContext) -> Configuration:
-        return Configuration(freeze=frozenset(accepted))
+        return Configuration(_FOLD_INTO_LINEAR, frozenset(accepted))
 
     def took_effect(self, compiled: Any, accepted: Sequence[int], context: PassContext) -> int:
         # Inductor may fold several weights into one constant, so what counts is which inputs are gone.

@@ -1,0 +1,105 @@
+"""cudnn_algorithm: the flag is on in the first call alone, in a thread of its own, and what it refuses. On the CPU."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxopt import testing
+from fxopt.registry import order
+from passes.cuda_graphs import CudaGraphs
+from passes.cudnn_algorithm import CudnnAlgorithm, Searched
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OnCpu(CudnnAlgorithm):
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+
+
+def conv(x, w):
+    return F.conv2d(x, w)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
+
+
+def test_the_flag_is_on_in_the_first_call_alone_and_put_back_after_it():
+    seen = []
+    fn = Searched(lambda: seen.append(torch.backends.cudnn.benchmark), CPU)
+    for _ in range(3):
+        fn()
+        assert torch.backends.cudnn.benchmark is False
+    assert seen == [True, False, False]
+
+
+def test_a_first_call_that_fails_puts_the_flag_back_and_the_next_one_searches():
+    seen = []
+
+    def once(fail: bool) -> None:
+        seen.append(torch.backends.cudnn.benchmark)
+        if fail:
+            raise ValueError("no")
+
+    fn = Searched(once, CPU)
+    with pytest.raises(ValueError, match="no"):
+        fn(True)
+    assert torch.backends.cudnn.benchmark is False
+    fn(False)
+    assert seen == [True, True]
+
+
+def test_every_call_runs_in_one_thread_that_is_not_the_callers():
+    fn = Searched(threading.get_ident, CPU)
+    found = {fn(), fn()}
+    other: list[int] = []
+    thread = threading.Thread(target=lambda: other.append(fn()))
+    thread.start()
+    thread.join()
+    assert found == set(other) and threading.get_ident() not in found
+
+
+def test_the_callers_gradient_modes_hold_in_that_thread():
+    fn = Searched(lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()), CPU)
+    assert fn() == (True, False)
+    with torch.no_grad():
+        assert fn() == (False, False)
+    with torch.inference_mode():
+        assert fn() == (False, True)
+
+
+def test_results_are_the_codes_own():
+    x, w = inputs()
+    result = testing.run(OnCpu(), testing.capture(conv, x, w))
+    assert result.changed
+    (out,) = result.fn(x, w)
+    assert torch.equal(out, conv(x, w))
+
+
+def test_it_is_inside_of_a_cuda_graph():
+    assert [p.name for p in order([CudaGraphs(), CudnnAlgorithm()])] == ["cudnn_algorithm", "cuda_graphs"]
+
+
+def test_a_graph_without_a_convolution_is_left_alone():
+    testing.refuses(OnCpu(), torch.mm, torch.randn(3, 4), torch.randn(4, 5), because="no convolution")
+
+
+@pytest.mark.parametrize(("fields", "because"), [({"grad": True}, "gradients"), ({"dynamic": True}, "symbolic")])
+def test_graphs_that_it_does_not_apply_to(fields, because):
+    testing.refuses(OnCpu(), conv, *inputs(), because=because, context=testing.context(OnCpu(), **fields))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "because"),
+    [("enabled", False, "switched off"), ("deterministic", True, "deterministic"), ("benchmark", True, "on already")],
+)
+def test_what_the_process_asks_for_is_kept(monkeypatch, flag, value, because):
+    monkeypatch.setattr(torch.backends.cudnn, flag, value)
+    testing.refuses(OnCpu(), conv, *inputs(), because=because)
