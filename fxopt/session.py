@@ -1,24 +1,44 @@
 """`fxopt.optimize(model, inputs)`: what a torch.compile backend cannot reach, because it does not own the model.
 
-Here: weights held constant. The session watches them, and folds anew when they change.
+Here: weights held constant. The session watches them, and folds anew when they change. And recurrent layers, which
+Dynamo leaves to eager: they become one operator each (`fxopt.rnn`), so that the model is one graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from fxopt import eager_modules, rnn
 from fxopt.backend import Backend
 from fxopt.frozen import StaleWeights
-from fxopt.report.model import Report
+from fxopt.report.model import GraphReport, Report
+from fxopt.torch_api import rnn as tracing
 from fxopt.tuner import FxoptWarning
 
 #: after this many changes of the weights they are no longer folded: each fold compiles, and Dynamo stops at eight
 MOST_FOLDS = 4
+
+
+class SessionBackend(Backend):
+    """The backend under `fxopt.optimize`, which gets recurrent layers to see."""
+
+    def _run(self, gm: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
+        layers, refused = rnn.to_operators(gm)
+        if refused:
+            report.source = "skipped"
+            report.messages.append(f"a graph is left to eager, for the sake of recurrent layers in it: {refused[0]}")
+            eager: Callable[..., Any] = gm.forward
+            return eager
+        fn = super()._run(gm, inputs, report)
+        if layers:
+            report.messages.append(rnn.describe(layers, report.profile))
+        return fn
 
 
 class OptimizedModule(nn.Module):
@@ -40,11 +60,12 @@ class OptimizedModule(nn.Module):
         self._mode, self._options = mode, dict(options)
         self._check_weights = check_weights
         self._folds = 0
+        self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         self._compile()
         self.train(model.training)
 
     def _compile(self) -> None:
-        self._backend = Backend(
+        self._backend = SessionBackend(
             self._mode,
             self._options,
             session=True,
@@ -61,11 +82,18 @@ class OptimizedModule(nn.Module):
         while True:
             compiled_before = self._backend.calls
             try:
-                with torch.no_grad():
+                with torch.no_grad(), tracing.traced() if self._recurrent else contextlib.nullcontext():
                     return self.__dict__["_compiled"](*args, **kwargs)
             except StaleWeights as stale:
                 # Code made in this very call, and already called with other weights: modules share it.
                 self._fold_again(str(stale), shared=self._backend.calls > compiled_before)
+            except tracing.TRACE_FAILED as error:
+                # Packed sequences, of which Dynamo knows no fake form in torch 2.11.
+                if not self._recurrent:
+                    raise
+                self._recurrent = False
+                self.report.messages.append(f"recurrent layers are left to eager, as Dynamo cannot trace them: {error}")
+                self._compile()
 
     def _fold_again(self, reason: str, shared: bool) -> None:
         self._folds += 1
@@ -118,11 +146,14 @@ def optimize(
         kwargs = example_inputs
     else:
         args = tuple(example_inputs)
+    left = tracing.left_to_eager()
     optimized(*args, **kwargs)
+    if optimized._backend.calls == 0 or tracing.left_to_eager() > left:
+        optimized.report.eager_modules = eager_modules.measure(optimized, args, kwargs)
     if optimized._backend.calls == 0:
         message = (
-            "no graph of this model reached the compiler, so it runs as before: Dynamo left it to eager (nn.LSTM, GRU "
-            "and RNN are, by default; so is a class compiled "
+            "no graph of this model reached the compiler, so it runs as before: Dynamo left it to eager (as it does "
+            "what torch.compiler.disable marks, or a class compiled "
             "more often than its recompile limit). TORCH_LOGS=graph_breaks says where"
         )
         optimized.report.messages.append(message)

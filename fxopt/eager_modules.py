@@ -1,0 +1,85 @@
+"""Which modules Dynamo leaves to eager, and what time they take: seen from outside, without a hook.
+
+A hook on a module is something that Dynamo guards on, so that installing one would compile the model anew. Instead the
+interpreter says which functions run (`sys.setprofile`): where Dynamo compiled a module's `forward`, the function that
+runs has code of Dynamo's own, and where it left it to eager, the class's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fxopt.report.model import EagerModule
+from fxopt.verify import clone_inputs
+
+
+class _Watch:
+    """A profile function that times the outermost eager modules of `model`."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._names = {id(module): name for name, module in model.named_modules() if name}
+        self._device = device
+        self._inside: FrameType | None = None
+        self._started = 0.0
+        self.seconds: dict[str, float] = {}
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "return" and frame is self._inside:
+            name = self._names[id(frame.f_locals["self"])]
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - self._started
+            self._inside = None
+        elif event == "call" and self._inside is None and frame.f_code.co_name == "forward":
+            module = frame.f_locals.get("self")
+            if id(module) in self._names and frame.f_code is _code(module):
+                self._inside, self._started = frame, self.now()
+
+
+def _code(module: Any) -> Any:
+    """The code of the module's own `forward`, without what decorators put around it."""
+    return getattr(inspect.unwrap(getattr(module, "forward", None)), "__code__", None)  # type: ignore[arg-type]
+
+
+def measure(optimized: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[EagerModule]:
+    """The outermost modules of `optimized.model` that run in eager, the slowest first, in one more call.
+
+    The model's buffers and the random state are as they were afterwards. The model itself, where all of it is left to
+    eager, is not listed: its parts are.
+    """
+    model = optimized.model
+    leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+    args, kwargs = tree_unflatten(clone_inputs(leaves, set()), form)
+    tensors = [*model.parameters(), *model.buffers(), *(a for a in leaves if isinstance(a, torch.Tensor))]
+    device = next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
+    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers() if not b.is_inference()]
+    watch = _Watch(model, device)
+    outer = sys.getprofile()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        started = watch.now()
+        sys.setprofile(watch)
+        try:
+            optimized(*args, **kwargs)
+        finally:
+            sys.setprofile(outer)
+        total = watch.now() - started
+    with torch.no_grad():
+        for buffer, value, version in buffers:
+            if buffer._version != version:
+                buffer.copy_(value)
+    types = {name: type(module).__name__ for name, module in model.named_modules()}
+    slowest = sorted(watch.seconds.items(), key=lambda item: -item[1])
+    return [EagerModule(name, types[name], seconds * 1e9, seconds / total) for name, seconds in slowest]

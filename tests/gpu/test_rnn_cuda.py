@@ -1,0 +1,126 @@
+"""rnn_redispatch on a GPU: cuDNN's bits in one graph, TF32 and half in the layer alone, captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import registry, rnn
+from passes.rnn_redispatch import RnnRedispatch
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], width: int = 256) -> None:
+        super().__init__()
+        self.layer = kind(width, width, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.fixture(autouse=True)
+def _fp32(fresh_dynamo: None) -> Iterator[None]:
+    """Full fp32 in cuDNN, as the comparisons have it."""
+    torch.manual_seed(0)
+    registry.register(RnnRedispatch)
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(8, 64, 256, device=DEVICE)
+
+
+def operator(layer: nn.RNNBase, x: torch.Tensor, compute: str = "", flat: torch.Tensor | None = None) -> Any:
+    mode = layer.mode.lower()
+    state = torch.zeros(2, x.size(0), layer.hidden_size, device=DEVICE, dtype=x.dtype)
+    weights = [w.detach() for w in layer._flat_weights]
+    return rnn.RNN(x, [state, state] if mode == "lstm" else [state], weights, flat, mode, True, 2, False, True, compute)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_operator_is_cudnns_call(kind, x):
+    layer = kind(256, 256, 2, batch_first=True).to(DEVICE).eval()
+    with torch.no_grad():
+        out, *_ = operator(layer, x)
+        expected = layer(x)[0]
+    assert torch.equal(out, expected) and out.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_weights_are_read_by_cudnn_where_they_lie(kind, x, recwarn):
+    layer = kind(256, 256, 2, batch_first=True).to(DEVICE).eval()
+    weights = [w.detach().clone() for w in layer._flat_weights]  # each in memory of its own
+    flat = rnn.PACK(weights, torch.float32, layer.mode.lower(), True, 2, False)
+    with torch.no_grad():
+        assert torch.equal(operator(layer, x, flat=flat)[0], layer(x)[0])
+        half = rnn.PACK(weights, torch.float16, layer.mode.lower(), True, 2, False)
+        error = (operator(layer, x.half(), flat=half)[0].float() - layer(x)[0]).norm() / layer(x)[0].norm()
+    assert 0 < error < 1e-2
+    assert not [w for w in recwarn if "contiguous chunk" in str(w.message)], "cuDNN would copy them on every call"
+
+
+def test_tf32_is_in_the_call_alone(x):
+    layer = nn.LSTM(256, 256, 2, batch_first=True).to(DEVICE).eval()
+    with torch.no_grad():
+        exact = layer(x)[0]
+        fast = operator(layer, x, "tf32")[0]
+        assert 1e-6 < (fast - exact).norm() / exact.norm() < 1e-2
+        assert torch.equal(layer(x)[0], exact), "the next call is fp32 again"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_fp32_is_captured_with_cudnns_bits(kind, x):
+    model = Recurrent(kind).to(DEVICE).eval()
+    fast = fxopt.optimize(model, (x,), passes=["rnn_redispatch", "cuda_graphs"])
+    (graph,) = fast.report.graphs
+    assert graph.passes == ["cuda_graphs"], [(c.name, c.outcome, c.reason) for c in graph.candidates]
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+        other = torch.randn_like(x)
+        kept = fast(x)
+        assert torch.equal(fast(other), model(other)) and torch.equal(kept, model(x))
+    assert any("% of the kernel time" in message for message in graph.messages)
+    assert graph.speedup > 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "ways", "tolerance"), [("tf32", ["tf32"], 4e-3), ("bf16", ["tf32", "fp16", "bf16"], 3.2e-2)]
+)
+def test_a_lower_class_is_used_and_verified(precision, ways, tolerance):
+    """Of a layer whose products take its time; one of 256 waits for its steps in any precision, and may stay."""
+    model = Recurrent(nn.LSTM, 1024).to(DEVICE).eval()
+    x = torch.randn(128, 32, 1024, device=DEVICE)
+    fast = fxopt.optimize(model, (x,), precision=precision, passes=["rnn_redispatch", "freeze_weights", "cuda_graphs"])
+    (graph,) = fast.report.graphs
+    outcomes = [(c.name, c.outcome, c.reason) for c in graph.candidates]
+    for way in ways:
+        tried = [c for c in graph.candidates if c.options.get("rnn_redispatch") == {"compute": way}]
+        assert any(c.verdict and c.verdict.ok and c.paired for c in tried), (way, outcomes)
+    assert "rnn_redispatch" in graph.passes, outcomes
+    with torch.no_grad():
+        exact = model(x)
+        assert 0 < (fast(x) - exact).norm() / exact.norm() < tolerance
+    assert not torch.backends.cudnn.allow_tf32
+    assert graph.kept_kernel_ns < graph.baseline_kernel_ns
+
+
+def test_changed_weights_are_seen_in_a_captured_graph(x):
+    model = Recurrent(nn.LSTM).to(DEVICE).eval()
+    fast = fxopt.optimize(model, (x,), passes=["rnn_redispatch", "cuda_graphs"])
+    with torch.no_grad():
+        model.layer.weight_hh_l0.mul_(1.5)
+        assert torch.equal(fast(x), model(x))
+        fast.load_state_dict(Recurrent(nn.LSTM).to(DEVICE).state_dict())
+        assert torch.equal(fast(x), model(x))
