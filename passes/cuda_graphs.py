@@ -1,13 +1,17 @@
 """cuda_graphs: capture the compiled code once and replay it, so that the GPU no longer waits for the CPU.
 
-Answers launch_bound. Inputs that may move are copied into fixed storage before each replay; parameters are read
-where they are, and a replay whose parameters have moved captures anew. Outputs are copied out, so that a result
-stays what it was when the next call runs: `output_copies` counts those copies. Refuses whatever a replay cannot
-reproduce: CPU tensors, symbolic sizes, inputs that the code writes to, random numbers, more than one device.
+Answers launch_bound. Inputs that may move are copied into fixed storage before each replay, all of one type by one
+kernel. Parameters, and inputs that the code writes to (a static key-value cache), are used where they are: each call
+looks at their addresses, and one whose memory has moved is captured anew, a bounded number of times, and runs
+plainly after that. Warming up writes to copies, so that a first call changes its inputs once. Outputs are copied out,
+so that a result stays what it was when the next call runs: `output_copies` counts those copies. Refuses whatever a
+replay cannot reproduce: CPU tensors, symbolic sizes, random numbers, more than one device, an input that shares
+memory with one that is written to.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +37,8 @@ class CudaGraphs(RuntimePass):
 
     #: calls before the capture, on a side stream, so that lazy initialisation is over (torch's own advice)
     warmup: int = 2
+    #: captures held at most, one for each set of addresses and numbers; after as many, one call in 100 may be captured
+    captures: int = 8
 
     def applicable(self, context: PassContext) -> str:
         if context.grad:
@@ -42,8 +48,6 @@ class CudaGraphs(RuntimePass):
         return ""
 
     def refuse(self, compiled: Any, inputs: Sequence[Any], context: PassContext) -> str:
-        if compiled.mutated:
-            return f"the code writes to inputs {sorted(compiled.mutated)}"
         if context.random:
             return f"it draws random numbers ({', '.join(context.random[:3])})"
         for position, value in enumerate(inputs):
@@ -52,43 +56,89 @@ class CudaGraphs(RuntimePass):
                     return f"input {position} is on {value.device}, the graph on {context.device}"
             elif not isinstance(value, (int, float, bool, type(None))):
                 return f"input {position} is a {type(value).__name__}"
+        places = {i: _place(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+        for written in sorted(compiled.mutated or ()):
+            for other, place in places.items():
+                if other != written and place and place == places.get(written):
+                    return f"input {other} shares memory with input {written}, which the code writes to"
         return ""
 
     def wrap(
         self, fn: Callable[..., Any], inputs: Sequence[Any], compiled: Any, context: PassContext
     ) -> Callable[..., Any]:
-        return GraphReplay(fn, static=context.static, device=context.device, warmup=self.warmup)
+        return GraphReplay(
+            fn,
+            static=context.static,
+            written=frozenset(compiled.mutated or ()),
+            device=context.device,
+            warmup=self.warmup,
+            captures=self.captures,
+        )
+
+
+class MovedMetadata(RuntimeError):
+    """The code gives an input another shape or another storage, which no replay does."""
+
+
+def _place(value: torch.Tensor) -> int:
+    """Address of the memory that a tensor is part of; 0 where it has none of its own."""
+    return value.untyped_storage().data_ptr() if value.layout is torch.strided else 0
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, for which the code may have been compiled."""
+    copied = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return copied.copy_(value)
+
+
+def _by_dtype(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """`positions` in groups whose tensors one kernel can copy."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i in positions:
+        groups.setdefault(tensors[i].dtype, []).append(i)
+    return list(groups.values())
 
 
 class _Captured:
     """One capture: the graph, its fixed inputs and its outputs."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], static: frozenset[int], warmup: int) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        static: frozenset[int],
+        written: frozenset[int],
+        warmup: int,
+        pool: Any = None,
+    ) -> None:
         tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
-        self.copied = [i for i in tensors if i not in static]
-        self.fixed = [i for i in tensors if i in static]
+        self.written = [i for i in tensors if i in written]
+        self.fixed = [i for i in tensors if i in static or i in written]
+        self.copied = [i for i in tensors if i not in self.fixed]
         self.constants = {i: value for i, value in enumerate(args) if not isinstance(value, torch.Tensor)}
-        # The code may have been compiled for these very strides, so the fixed storage keeps them.
-        self.args = [
-            torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-            if i in set(self.copied)
-            else value
-            for i, value in enumerate(args)
-        ]
-        for i in self.copied:
-            self.args[i].copy_(args[i])
-        self.addresses = [args[i].data_ptr() for i in self.fixed]
+        self.args = [_copy(value) if i in self.copied else value for i, value in enumerate(args)]
+        self.inputs = _by_dtype(self.copied, self.args)
+        self._all_fixed = operator.itemgetter(*self.fixed) if len(self.fixed) > 1 else None
+        self.addresses = self._addresses(args)
+        # What is written to stays as it is until the first replay: only copies of it are written while warming up.
+        rehearsal = [_copy(value) if i in self.written else value for i, value in enumerate(self.args)]
+        forms = [_form(rehearsal[i]) for i in self.written]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(warmup):
-                fn(*self.args)
+            for _ in range(max(warmup, 1 if self.written else 0)):
+                for i in self.written:
+                    rehearsal[i].copy_(args[i])
+                fn(*rehearsal)
+                if [_form(rehearsal[i]) for i in self.written] != forms:
+                    raise MovedMetadata
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        del rehearsal
         self.graph = torch.cuda.CUDAGraph()
         with (
             cublas_workspaces_of_a_capture(),
-            torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(self.graph, stream=stream, pool=pool, capture_error_mode="thread_local"),
         ):
             outputs = fn(*self.args)
         self.single = not isinstance(outputs, (list, tuple))
@@ -115,28 +165,41 @@ class _Captured:
                 together.setdefault(self.outputs[k].untyped_storage().data_ptr(), []).append(k)
         gaps = {k for k in self.copies if self.outputs[k].clone().stride() != self.outputs[k].stride()}
         self.shared = [group for address, group in together.items() if address and (len(group) > 1 or gaps & {*group})]
-        self.apart = [k for k in self.copies if not any(k in group for group in self.shared)]
-        self.stream = torch.cuda.current_stream()
+        alone = [k for k in self.copies if not any(k in group for group in self.shared)]
+        dense = [k for k in alone if self.outputs[k].layout is torch.strided]
+        self.apart = [*_by_dtype(dense, self.outputs), *([k] for k in alone if k not in dense)]
+        # The caller's memory is the caller's to free: a replay is only ever made where it lies as it did.
+        for i in self.fixed:
+            self.args[i] = None
+
+    def _addresses(self, args: tuple[Any, ...]) -> list[int]:
+        # Parameters are looked at one by one, for `p.data = ...` moves one without a trace; 148 take 12 us.
+        fixed = self._all_fixed(args) if self._all_fixed is not None else [args[i] for i in self.fixed]
+        return list(map(torch.Tensor.data_ptr, fixed))
 
     def fits(self, args: tuple[Any, ...]) -> bool:
-        """Whether the parameters are where they were and every other value is one that was captured."""
-        return [args[i].data_ptr() for i in self.fixed] == self.addresses and all(
-            args[i] == value for i, value in self.constants.items()
-        )
+        """Whether parameters and written inputs are where they were and every other value is one that was captured."""
+        return all(args[i] == value for i, value in self.constants.items()) and self._addresses(args) == self.addresses
 
     def replay(self, args: tuple[Any, ...]) -> Any:
-        current = torch.cuda.current_stream()
-        if current != self.stream:
-            # The fixed buffers belong to one stream at a time.
-            current.wait_stream(self.stream)
-            self.stream = current
         mine = self.args
-        for i in self.copied:
-            mine[i].copy_(args[i], non_blocking=True)
+        for group in self.inputs:
+            if len(group) == 1:
+                mine[group[0]].copy_(args[group[0]], non_blocking=True)
+            else:
+                torch._foreach_copy_([mine[i] for i in group], [args[i] for i in group], non_blocking=True)
         self.graph.replay()
+        if self.written:
+            torch.autograd.graph.increment_version([args[i] for i in self.written])
         results = list(self.outputs)
-        for k in self.apart:
-            results[k] = self.outputs[k].clone()
+        for group in self.apart:
+            if len(group) == 1:
+                results[group[0]] = self.outputs[group[0]].clone()
+                continue
+            copies = [torch.empty_like(self.outputs[k]) for k in group]
+            torch._foreach_copy_(copies, [self.outputs[k] for k in group])
+            for k, copied in zip(group, copies, strict=True):
+                results[k] = copied
         for group in self.shared:
             for k, copied in zip(group, _copied_together([self.outputs[k] for k in group]), strict=True):
                 results[k] = copied
@@ -147,6 +210,10 @@ class _Captured:
                 size, stride, offset = view
                 results[k] = args[i].as_strided(size, stride, args[i].storage_offset() + offset)
         return results[0] if self.single else results
+
+
+def _form(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.size(), value.stride(), value.storage_offset(), value.data_ptr()
 
 
 def _copied_together(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -162,25 +229,77 @@ def _copied_together(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class GraphReplay:
-    """A compiled callable behind a CUDA graph. Thread-safe; captures again when parameters have moved."""
+    """A compiled callable behind CUDA graphs. Thread-safe.
 
-    def __init__(self, fn: Callable[..., Any], *, static: frozenset[int], device: torch.device, warmup: int) -> None:
+    static, written: positions of the arguments that are used where they are: parameters, and tensors that `fn` writes
+    to. A call whose addresses and numbers fit none of the captures is captured. After `captures` of these, at most one
+    call in 100 is, in place of the one not used for longest, and the others run `fn` itself: a capture costs as much as
+    dozens of calls.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        static: frozenset[int],
+        device: torch.device,
+        warmup: int,
+        written: frozenset[int] = frozenset(),
+        captures: int = 8,
+    ) -> None:
         self._fn = fn
         self._static = static
+        self._written = written
         self._device = device
         self._warmup = warmup
+        self._limit = captures
         self._lock = threading.Lock()
-        self._captured: _Captured | None = None
+        self._captured: list[_Captured] = []  # the one used last comes first
+        self._made = 0
+        self._calls = 0
+        self._stream: Any = None
 
     @property
     def output_copies(self) -> int | None:
         """Tensors copied out per call; None before the first call."""
-        return len(self._captured.copies) if self._captured is not None else None
+        return len(self._captured[0].copies) if self._captured else None
+
+    @property
+    def captures(self) -> int:
+        """Captures made so far."""
+        return self._made
 
     def __call__(self, *args: Any) -> Any:
         with self._lock:
-            captured = self._captured
-            if captured is None or not captured.fits(args):
-                with torch.cuda.device(self._device):
-                    captured = self._captured = _Captured(self._fn, args, self._static, self._warmup)
+            self._calls += 1
+            captured = self._find(args)
+            if captured is None:
+                return self._fn(*args)
+            current = torch.cuda.current_stream()
+            if current != self._stream:
+                # The captures share memory, which belongs to one stream at a time.
+                if self._stream is not None:
+                    current.wait_stream(self._stream)
+                self._stream = current
             return captured.replay(args)
+
+    def _find(self, args: tuple[Any, ...]) -> _Captured | None:
+        """The capture that fits, made if need be; None where the code has to be called plainly."""
+        for place, captured in enumerate(self._captured):
+            if captured.fits(args):
+                if place:
+                    self._captured.insert(0, self._captured.pop(place))
+                return captured
+        if self._limit == 0 or self._made >= self._limit + self._calls // 100:
+            return None
+        # Replays follow one another and their outputs are copied out, so that all can work in the same memory.
+        pool = self._captured[0].graph.pool() if self._captured else None
+        try:
+            with torch.cuda.device(self._device):
+                captured = _Captured(self._fn, args, self._static, self._written, self._warmup, pool)
+        except MovedMetadata:
+            self._limit = 0
+            return None
+        self._made += 1
+        self._captured = [captured, *self._captured[: self._limit - 1]]
+        return captured

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +39,10 @@ __all__ = [
     "compile_plain",
     "config_fingerprint",
     "config_keys",
+    "config_value",
     "custom_passes",
     "installed_pass",
+    "lays_out",
     "list_modes",
     "lowers",
     "observe",
@@ -91,6 +94,11 @@ def config_keys() -> frozenset[str]:
     return frozenset(inductor_config.get_config_copy())
 
 
+def config_value(key: str) -> Any:
+    """What an Inductor option is set to, by configuration or by default. KeyError for one that this torch lacks."""
+    return inductor_config.get_config_copy()[key]
+
+
 def list_modes() -> dict[str, dict[str, Any]]:
     """torch.compile's modes and the options that each stands for."""
     return {name: dict(patches) for name, patches in torch._inductor.list_mode_options().items()}
@@ -130,6 +138,14 @@ def lowers(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return False
     return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "_inductor_lowering_function")
+
+
+def lays_out(graph: fx.Graph) -> bool:
+    """Whether Inductor, as it is configured, will put this inference graph's convolutions in channels-last order."""
+    from torch._inductor.graph import GraphLowering
+
+    looked_at: Any = SimpleNamespace(graph=graph)  # all that the decision looks at
+    return bool(GraphLowering.decide_layout_opt(looked_at, is_inference=True))
 
 
 def custom_passes(installed: Any) -> tuple[Any, ...]:

@@ -1,0 +1,190 @@
+"""cuda_graphs on the CPU, where a stand-in captures and replays: what is written, what moves, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_random_graphs import GraphsOnCpu, stand_in_for_cuda
+
+from fxopt import testing
+from passes.cuda_graphs import GraphReplay
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_cuda(monkeypatch)
+
+
+class Counting:
+    """A callable that counts the calls that are neither warm-up nor replay."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn, self.calls = fn, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.fn(*args)
+
+
+def decode(cache: torch.Tensor, position: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """Puts x into the cache at a position that it counts itself, and sums the cache."""
+    cache.index_copy_(0, position, x)
+    position.add_(1)
+    return [cache.sum(0)]
+
+
+def replay_of(fn: Callable[..., Any], written: set[int], static: set[int] = frozenset(), **options: Any) -> GraphReplay:
+    options = {"warmup": 2, **options}
+    return GraphReplay(fn, static=frozenset(static), written=frozenset(written), device=CPU, **options)
+
+
+def state(length: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(length, 3), torch.zeros(1, dtype=torch.int64)
+
+
+def test_a_static_cache_is_written_once_a_call_however_often_the_code_was_warmed_up():
+    """Four steps fill a cache of four rows; a fifth, which a warm-up would make, is out of its range."""
+    cache, position = state()
+    expected, at = state()
+    step = replay_of(decode, {0, 1}, warmup=3)
+    for n in range(4):
+        x = torch.full((1, 3), n + 1.0)
+        assert torch.equal(step(cache, position, x)[0], decode(expected, at, x)[0])
+        assert torch.equal(cache, expected) and torch.equal(position, at)
+    assert step.captures == 1
+
+
+def test_autograd_is_told_of_what_a_replay_writes():
+    cache, position = state()
+    step = replay_of(decode, {0, 1})
+    step(cache, position, torch.ones(1, 3))
+    version = cache._version
+    step(cache, position, torch.ones(1, 3))
+    assert cache._version > version
+
+
+def test_a_cache_that_moved_is_captured_anew_and_one_that_comes_back_is_not():
+    step = replay_of(decode, {0, 1})
+    first, second = state(), state()
+    for cache, position in (first, second, first, second):
+        step(cache, position, torch.ones(1, 3))
+    assert step.captures == 2
+    assert first[0].sum() == second[0].sum() == 6 and first[1] == second[1] == 2
+
+
+def test_memory_that_moves_on_every_call_ends_in_plain_calls():
+    counted = Counting(decode)
+    step = replay_of(counted, {0, 1}, warmup=1, captures=2)
+    held = [state() for _ in range(6)]
+    for cache, position in held:
+        assert torch.equal(step(cache, position, torch.ones(1, 3))[0], torch.ones(3))
+        assert position == 1 and cache.sum() == 3
+    assert step.captures == 2
+    assert counted.calls == 2 * 2 + 4  # two captures with their warm-up, and four plain calls
+    step(*held[0], torch.ones(1, 3))
+    assert counted.calls == 8, "what was captured is still replayed"
+
+
+def test_after_a_hundred_calls_moved_memory_is_captured_again():
+    step = replay_of(decode, {0, 1}, warmup=1, captures=1)
+    first, second = state(200), state(200)
+    for _ in range(99):
+        step(*first, torch.ones(1, 3))
+    step(*second, torch.ones(1, 3))
+    assert step.captures == 2
+    assert second[1] == 1 and second[0].sum() == 3
+
+
+def test_a_parameter_whose_storage_is_swapped_is_read_where_it_is_now():
+    weight = torch.nn.Parameter(torch.ones(3))
+    scaled = replay_of(lambda w, x: [w * x], set(), {0})
+    with torch.no_grad():
+        assert torch.equal(scaled(weight, torch.ones(3))[0], torch.ones(3))
+        old = weight.data
+        weight.data = torch.full((3,), 2.0)  # the same Parameter, and no version tells
+        assert torch.equal(scaled(weight, torch.ones(3))[0], torch.full((3,), 2.0))
+        weight.data = old
+        assert torch.equal(scaled(weight, torch.ones(3))[0], torch.ones(3))
+    assert scaled.captures == 2
+
+
+def test_a_capture_does_not_keep_the_callers_memory():
+    cache = torch.zeros(4, 3)
+    step = replay_of(lambda cache, x: [cache.add_(x).sum()], {0})
+    step(cache, torch.ones(3))
+    (captured,) = step._captured
+    graph: Any = captured.graph
+    graph.calls.clear()  # the stand-in's record of tensors, where a CUDA graph has addresses
+    held = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert held() is None
+
+
+def test_several_inputs_and_outputs_of_mixed_types_are_copied():
+    def fn(a: torch.Tensor, b: torch.Tensor, i: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
+        return [a + b, a - c, i + 1, (a > 0).to(torch.int64)]
+
+    replay = replay_of(fn, set())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        args = torch.randn(4), torch.randn(4), torch.arange(4) * seed, torch.randn(8)[::2]
+        found, expected = replay(*args), fn(*args)
+        assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(found, expected, strict=True))
+    kept = [value.clone() for value in found]
+    replay(*(value * 0 for value in args))
+    assert all(torch.equal(x, y) for x, y in zip(found, kept, strict=True)), "an output was overwritten"
+    assert replay.captures == 1 and replay.output_copies == 4
+
+
+def test_a_shape_changed_in_place_is_never_captured():
+    counted = Counting(torch.Tensor.t_)
+    replay = replay_of(counted, {0})
+    x = torch.zeros(2, 3)
+    replay(x)
+    assert x.shape == (3, 2)
+    replay(x)
+    assert x.shape == (2, 3) and replay.captures == 0 and counted.calls == 3  # one of them on a copy
+
+
+def test_calls_from_several_threads_each_count_once():
+    cache, position = state(64)
+    step = replay_of(decode, {0, 1})
+    step(cache, position, torch.ones(1, 3))
+
+    def work() -> None:
+        for _ in range(15):
+            step(cache, position, torch.ones(1, 3))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert position == 61 and cache.sum() == 3 * 61
+
+
+def test_an_input_that_shares_memory_with_a_written_one_is_refused():
+    def write(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.add_(1) + b
+
+    graph = testing.capture(write, torch.zeros(2), torch.zeros(2))
+    base = torch.zeros(4)
+    result = testing.run(GraphsOnCpu(), graph, inputs=[base[:2], base[2:]])
+    assert result.report.refused == (("graph", "input 1 shares memory with input 0, which the code writes to"),)
+    assert testing.run(GraphsOnCpu(), graph, inputs=[torch.zeros(2), torch.zeros(2)]).changed
+
+
+def test_random_numbers_and_other_kinds_of_inputs_are_refused():
+    testing.refuses(GraphsOnCpu(), lambda x: x + torch.rand_like(x), torch.zeros(2), because="draws random numbers")
+    graph = testing.capture(torch.relu, torch.zeros(2))
+    result = testing.run(GraphsOnCpu(), graph, inputs=["text"])
+    assert result.report.refused == (("graph", "input 0 is a str"),)
