@@ -1,9 +1,10 @@
 # `make demo` and `make test` work in an empty clone: they check the machine, make .venv, install into it and run.
 # Overridable: PYTHON (an interpreter), CXX (a C++ compiler), VENV (where the environment lies),
-# DEMO_ARGS (options of the GPT-2 case study) and PYTEST_ARGS.
+# DEMO_ARGS (options of the GPT-2 case study), COMPARE_ARGS (of the comparison) and PYTEST_ARGS.
 
 VENV ?= .venv
 DEMO_ARGS ?=
+COMPARE_ARGS ?=
 PYTEST_ARGS ?=
 
 # Inductor takes $CXX, else g++. Where only clang++ is there, say so to it.
@@ -25,7 +26,7 @@ TEST_EXTRAS := case-studies,test,dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint bench venv clean
+.PHONY: help demo compare test test-all lint bench venv clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [CXX=clang++]"
@@ -35,6 +36,10 @@ demo: ## makes .venv and runs the GPT-2 case study: where the time goes, what wa
 	@sh tools/make_venv.sh $(VENV) $(DEMO_EXTRAS)
 	@echo "Running the GPT-2 case study"
 	@KINETO_LOG_LEVEL=$${KINETO_LOG_LEVEL:-99} $(BIN)/python -m case_studies.gpt2 $(DEMO_ARGS)
+
+compare: ## makes .venv and runs every workload in every column (COMPARE_ARGS="mlp --small" is a quick look)
+	@sh tools/make_venv.sh $(VENV) $(DEMO_EXTRAS)
+	@KINETO_LOG_LEVEL=$${KINETO_LOG_LEVEL:-99} $(BIN)/python -m case_studies.compare $(COMPARE_ARGS)
 
 test: venv lint ## makes .venv and runs the linters and the tests that need neither a GPU nor minutes
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)

@@ -215,7 +215,11 @@ def errors(outputs: Sequence[Any], reference: Sequence[Any]) -> tuple[float, flo
 def build_variant(
     variant: Variant, inputs: Sequence[Sequence[Any]], reference_outputs: Sequence[Any], device: torch.device
 ) -> Built:
-    """Build, compile and check one variant. One that fails becomes a row that says how; nothing is raised."""
+    """Build, compile and check one variant. One that fails becomes a row that says how; nothing is raised.
+
+    What is checked is the output of a call, or of the callable's `check` where it has one: a training step gives its
+    gradients there without taking the step.
+    """
     row = Row(variant.name, "skipped", variant.why)
     if not variant.available:
         return Built(variant, row)
@@ -223,10 +227,11 @@ def build_variant(
     try:
         with variant.context(), torch.no_grad():
             call = variant.build()
-            first = _copied(call(*inputs[0]))
+            check = getattr(call, "check", call)
+            first = _copied(check(*inputs[0]))
             _drain(device)
             took = time.perf_counter() - start
-            outputs = [first] + [_copied(call(*args)) for args in inputs[1:]]
+            outputs = [first] + [_copied(check(*args)) for args in inputs[1:]]
         rel_l2, max_abs = errors(outputs, reference_outputs)
     except Exception as error:  # a baseline that does not build must not end the study; the table says it
         return Built(variant, replace(row, status="failed", why=_one_line(error)))
@@ -245,11 +250,32 @@ def measure_built(
     base: str = BASE,
     monitor: Any = None,
 ) -> list[Row]:
-    """Rows of variants that `build_variant` gave.
+    """Rows of variants that `build_variant` gave: `time_in_turns`, then kernel time of `iterations` profiled calls."""
+    running = [b for b in built if b.call is not None]
+    calls = time_in_turns(built, inputs, device, rounds=rounds, min_block_ns=min_block_ns, monitor=monitor)
+    rows = [_with_times(b, inputs, device, rounds, calls, iterations) if b.call is not None else b.row for b in built]
+    of_base = next((b for b in running if b.variant.name == base), None)
+    if of_base is None:
+        return rows
+    base_kernel = next(row.kernel_ns for row in rows if row.name == base)
+    walls = {b.variant.name: b.walls_ns for b in running}
+    return [_with_speedups(row, walls.get(row.name), of_base.walls_ns, base_kernel) for row in rows]
+
+
+def time_in_turns(
+    built: Sequence[Built],
+    inputs: Sequence[Sequence[Any]],
+    device: torch.device,
+    *,
+    rounds: int,
+    min_block_ns: float = 1e7,
+    monitor: Any = None,
+) -> dict[str, int]:
+    """Fill `walls_ns` of those that run, a value a round; the calls in a block by name.
 
     In each round every variant runs one block of calls, on rotating inputs, the order rotated from round to
     round; a block lasts at least `min_block_ns` and ends with the device drained. `monitor` (a
-    ClockMonitor) is sampled between blocks. Kernel time comes afterwards, from `iterations` profiled calls.
+    ClockMonitor) is sampled between blocks.
     """
     running = [b for b in built if b.call is not None]
     calls = {b.variant.name: _calls_per_block(b, inputs, device, min_block_ns) for b in running}
@@ -262,13 +288,7 @@ def measure_built(
                 b.walls_ns.append(_block(b.call, inputs, number, calls[b.variant.name], device))
             if monitor is not None:
                 monitor.sample()
-    rows = [_with_times(b, inputs, device, rounds, calls, iterations) if b.call is not None else b.row for b in built]
-    of_base = next((b for b in running if b.variant.name == base), None)
-    if of_base is None:
-        return rows
-    base_kernel = next(row.kernel_ns for row in rows if row.name == base)
-    walls = {b.variant.name: b.walls_ns for b in running}
-    return [_with_speedups(row, walls.get(row.name), of_base.walls_ns, base_kernel) for row in rows]
+    return calls
 
 
 def measure_variants(

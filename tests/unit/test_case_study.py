@@ -266,6 +266,24 @@ def test_a_profiler_that_is_refused_costs_the_kernel_column_and_says_so(
     assert "CUPTI is taken" in row.why
 
 
+def test_a_callable_with_a_check_is_compared_by_that_and_timed_by_its_calls() -> None:
+    class Step:
+        calls = 0
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x
+
+        def check(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    step, inputs = Step(), [(torch.ones(2),), (torch.zeros(2),)]
+    built = runner.build_variant(Variant("step", lambda: step), inputs, [x + 1 for (x,) in inputs], CPU)
+    assert built.row.rel_l2 == 0.0 and step.calls == 0
+    calls = runner.time_in_turns([built], inputs, CPU, rounds=3, min_block_ns=1e4)
+    assert len(built.walls_ns) == 3 and step.calls >= 3 * (1 + calls["step"])
+
+
 # ---- errors and settings ----
 
 
