@@ -32,12 +32,13 @@ __all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "checked_candidate", "co
 
 def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) -> str:
     """Digest of everything that decides what the passes do to a graph: their sources and options, their order, all that
-    the context tells them, and what runs and checks them.
+    the context tells them, and what runs and checks them. Where measured choices are kept decides nothing: code made
+    with an older choice is still right.
     """
     parts = {
         "stage": stage,
         "passes": [(p.name, p.fingerprint()) for p in passes],
-        "context": context,
+        "context": replace(context, cache=None),
         "framework": [fxopt.__version__, _framework()],
     }
     return hashlib.sha256(fingerprints.canonical(parts).encode()).hexdigest()

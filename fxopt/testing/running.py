@@ -25,6 +25,7 @@ from fxopt.registry import (
 from fxopt.testing.capturing import EXAMPLE_INPUTS, STATIC_INPUTS, capture, placeholders
 from fxopt.testing.printing import text
 from fxopt.torch_api import dynamo, inductor
+from fxopt.torch_api.rnn import BeforeAutograd
 from fxopt.verify import Precision, parse_precision
 
 __all__ = ["Labels", "Result", "context", "labels", "refuses", "run"]
@@ -85,7 +86,7 @@ def context(
     precision: as the option; None is the class that `p` needs. fields: any other field of PassContext.
     """
     needed = getattr(p, "precision", Precision.FP32)
-    given: dict[str, Any] = {"session": True, "matrix_units": frozenset({"bfloat16", "float16"})} | fields
+    given: dict[str, Any] = {"session": True, "matrix_units": frozenset({"bfloat16", "float16", "tf32"})} | fields
     return PassContext(
         device=torch.device(device),
         budget=parse_precision(needed if precision is None else precision),
@@ -260,6 +261,11 @@ def _configured(p: ConfigPass, graph: fx.GraphModule, inputs: list[Any], context
     configuration = p.configure(accepted, context)
     module = _copied(graph)
     kept = dynamo.freeze_inputs(module, inputs, configuration.freeze)
+
+    before_autograd = configuration.patches.get(BeforeAutograd.OPTION)
+    if before_autograd is not None:
+        before_autograd(module.graph)
+        module.recompile()
 
     def fn(*args: Any) -> Any:
         return module(*[args[i] for i in kept])

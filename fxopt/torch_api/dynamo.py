@@ -107,6 +107,19 @@ def fixed_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
     )
 
 
+#: what the attributes are called that `freeze_inputs` makes
+_FROZEN = "_fxopt_frozen_"
+
+
+def is_frozen(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is an attribute that `freeze_inputs` made.
+
+    AOTAutograd lifts it to an input, of which it remembers the name, until Inductor has run the joint stage.
+    """
+    target = str(getattr(node.meta.get("desc"), "target", ""))
+    return node.op == "placeholder" and target.startswith(_FROZEN)
+
+
 def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozenset[int]) -> list[int]:
     """Turn the inputs at `positions` into attributes of `gm`, in place; return the positions still to be passed.
 
@@ -122,7 +135,7 @@ def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozense
             kept.append(index)
             continue
         seen.add(source)
-        name = f"_fxopt_frozen_{index}"
+        name = f"{_FROZEN}{index}"
         # A tensor of its own, not the Parameter: assigning to `parameter.data` must not pull the memory away from
         # under code that holds it constant (or from under a CUDA graph that holds its address).
         gm.register_buffer(name, value.detach())

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import fxopt
+from fxopt import testing
 from fxopt.labels import Axis
+from fxopt.torch_api import inductor
 from fxopt.tuner import FxoptWarning
 from fxopt.verify import parse_precision
 from passes.cuda_graphs import CudaGraphs, GraphReplay
+from passes.inductor_options import CHOICES
+from passes.pad_matmul import PadMatmul
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -139,13 +145,14 @@ def test_a_users_reduce_overhead_is_the_baseline_to_beat(model, x):
 
 def test_a_graph_that_cannot_be_replayed_is_refused():
     class Compiled:
-        mutated = frozenset({0})
+        mutated = frozenset({0})  # what is written to is captured where it is
 
     from fxopt.registry import PassContext
 
     context = PassContext(device=DEVICE, budget=parse_precision("fp32"))
     tensor = torch.ones(2, device=DEVICE)
-    assert "writes to inputs" in CudaGraphs().refuse(Compiled, [tensor], context)
+    assert "shares memory with input 0" in CudaGraphs().refuse(Compiled, [tensor, tensor[:1]], context)
+    assert CudaGraphs().refuse(Compiled, [tensor, torch.ones(2, device=DEVICE)], context) == ""
     Compiled.mutated = frozenset()
     assert "is on cpu" in CudaGraphs().refuse(Compiled, [torch.ones(2)], context)
     assert CudaGraphs().refuse(Compiled, [tensor], context) == ""
@@ -167,6 +174,102 @@ def test_replay_follows_scalars_streams_and_pass_through_outputs():
         other = replay(-a, b, 3.0)[0]
     stream.synchronize()
     assert torch.allclose(other, b - a * 3)
+
+
+class Decoder(nn.Module):
+    """One decoding step with a static key-value cache, whose position is counted in a buffer."""
+
+    def __init__(self, width: int = 64, length: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("keys", torch.zeros(length, width))
+        self.register_buffer("values", torch.zeros(length, width))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        self.keys.index_copy_(0, self.position, k)
+        self.values.index_copy_(0, self.position, v)
+        self.position.add_(1)
+        seen = torch.arange(self.keys.shape[0], device=x.device) < self.position
+        scores = (q @ self.keys.T / 8).masked_fill(~seen, float("-inf"))
+        return self.out(scores.softmax(-1) @ self.values)
+
+
+def test_decoding_with_a_static_cache_is_graphed_and_changes_it_once_a_call(fresh_dynamo):
+    torch.manual_seed(0)
+    model = Decoder().eval().to(DEVICE)
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        fn = torch.compile(model, backend="profile_guided", options={"passes": ["cuda_graphs"]})
+        for step in range(16):  # a seventeenth would write outside of the cache
+            x = torch.randn(1, 64, device=DEVICE)
+            assert error(fn(x), plain(x)) < 1e-5, step
+            assert torch.equal(model.position, plain.position)
+            assert error(model.keys, plain.keys) < 1e-5
+    graph = fxopt.last_report().graphs[0]
+    assert graph.passes == ["cuda_graphs"], [(c.name, c.reason) for c in graph.candidates]
+
+
+def test_a_replay_writes_to_the_cache_where_it_is_and_follows_one_that_moves():
+    def step(cache, position, x):
+        cache.index_copy_(0, position, x)
+        position.add_(1)
+        return [cache.sum(0)]
+
+    replay = GraphReplay(step, static=frozenset(), written=frozenset({0, 1}), device=DEVICE, warmup=3)
+    states = [(torch.zeros(4, 3, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)) for _ in range(2)]
+    for n in range(4):  # a fifth write is out of range
+        for cache, position in states:
+            out = replay(cache, position, torch.full((1, 3), n + 1.0, device=DEVICE))[0]
+            assert out.tolist() == [(n + 1) * (n + 2) / 2] * 3
+    assert [position.item() for _, position in states] == [4, 4]
+    assert replay.captures == 2
+
+
+def test_inputs_and_outputs_of_one_type_are_copied_together():
+    def fn(a, b, i, c):
+        return [a + b, a - c, i + 1, (a > 0).to(torch.int64)]
+
+    replay = GraphReplay(fn, static=frozenset(), device=DEVICE, warmup=1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        a, b, c = (torch.randn(64, device=DEVICE) for _ in range(3))
+        args = a, b, torch.arange(64, device=DEVICE) * seed, torch.cat([c, c])[::2]
+        found = replay(*args)
+        assert all(torch.equal(x, y) for x, y in zip(found, fn(*args), strict=True))
+    kept = [value.clone() for value in found]
+    replay(*(value * 0 for value in args))
+    assert all(torch.equal(x, y) for x, y in zip(found, kept, strict=True))
+
+
+@pytest.mark.parametrize("choose", ["max_autotune_pointwise", "coordinate_descent_tuning", "combo_kernels"])
+def test_inductors_options_are_seen_in_the_code_that_they_change(choose, fresh_dynamo):
+    def fn(x, y):
+        return x.sin() * 2, y.cos().sum(-1)
+
+    counts = []
+
+    def backend(gm, inputs):
+        for patches in ({}, CHOICES[choose].patches):
+            compiled = inductor.compile_graph(gm, inputs, patches=patches, caches=False)
+            counts.append(CHOICES[choose].count(compiled.graph.source_code))
+        return compiled.fn
+
+    x, y = torch.randn(1000, device=DEVICE), torch.randn(64, 128, device=DEVICE)
+    with torch.no_grad():
+        found = torch.compile(fn, backend=backend)(x, y)
+    assert counts[0] == 0 and counts[1] >= 1
+    assert all(error(a, b) < 1e-6 for a, b in zip(found, fn(x, y), strict=True))
+
+
+def test_a_padded_product_is_as_right_as_the_one_that_was_there():
+    a = torch.randn(4, 770, device=DEVICE, dtype=torch.bfloat16)
+    b = torch.randn(770, 1001, device=DEVICE, dtype=torch.bfloat16)
+    graph = testing.capture(lambda a, b: (a @ b).relu(), a, b, stage="post_grad")
+    result = testing.run(PadMatmul(), graph)
+    assert result.report.rewritten == 1, result
+    assert error(result.fn(a, b)[0], (a.double() @ b.double()).relu()) < 1e-2
 
 
 def test_another_profiler_is_named(model, x):

@@ -28,6 +28,8 @@ from profiler_core import roofline
 aten = torch.ops.aten
 #: few pairs: these tests are about what is decided and said, not about how fast anything is
 QUICK = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1}
+#: enough passes to try, where a test is not about which are found
+FEW = ["freeze_weights", "onednn_linear", "promote_matmul_precision"]
 
 
 class Block(nn.Module):
@@ -74,7 +76,7 @@ def x() -> torch.Tensor:
 
 
 def compiled(model, options=None, **kwargs):
-    return torch.compile(model, backend="profile_guided", options={**QUICK, **(options or {})}, **kwargs)
+    return torch.compile(model, backend="profile_guided", options={**QUICK, "passes": FEW, **(options or {})}, **kwargs)
 
 
 def close(result, expected, tolerance=1e-5):
@@ -87,7 +89,7 @@ def close(result, expected, tolerance=1e-5):
 
 def test_measures_attributes_labels_and_explains(block, x):
     with torch.no_grad():
-        close(compiled(block)(x), block(x))
+        close(compiled(block, {"passes": None})(x), block(x))  # all that are registered
     graph = fxopt.last_report().graphs[0]
     assert graph.source == "tuned" and not graph.messages
     profile = graph.profile
@@ -149,7 +151,8 @@ def test_options_of_inductor_reach_baseline_and_candidates_and_nothing_stays_set
     monkeypatch.setattr(roofline, "matrix_units", lambda device: {"bfloat16"})
     before = config.get_config_copy()
     flags = torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.initial_seed()
-    options = {"joint-custom-pre-pass": Mine(), "max_fusion_size": 7, "precision": "bf16"}
+    mine = {"joint-custom-pre-pass": Mine(), "max_fusion_size": 7}
+    options = {**mine, "precision": "bf16", "passes": ["promote_matmul_precision"]}
     with torch.no_grad():
         close(compiled(block, options)(x), block(x), tolerance=3e-2)
     assert fxopt.last_report().graphs[0].passes == ["promote_matmul_precision"]
@@ -214,11 +217,13 @@ def test_gradients_leave_inductors_code_and_say_why(block, x):
 
 
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timing is not what these tests are about: every candidate that is right counts as faster."""
+    """Timing is not what these tests are about: a pass that is right makes the code faster, and each is of use."""
     from fxopt import measure
     from fxopt.measure import PairedResult
+    from fxopt.trials import Trials
 
     monkeypatch.setattr(measure, "noise_floor", lambda *a, **k: 0.01)
+    monkeypatch.setattr(Trials, "as_fast", lambda self, entry, best: False)
     monkeypatch.setattr(
         measure, "compare", lambda a, b, s, **k: PairedResult(2.0, 1.9, 2.1, 6, 2e6, 1e6, 0.01, {}, ())
     )
@@ -226,7 +231,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimize_freezes_weights_and_remembers(block, x, monkeypatch):
     always_faster(monkeypatch)
-    options = {**QUICK, "disable": ["onednn_linear"]}
+    options = {**QUICK, "passes": ["freeze_weights"]}
     fast = fxopt.optimize(block, (x,), **options)
     close(fast(x), block(x).detach())
     graph = fast.report.graphs[0]
@@ -242,7 +247,7 @@ def test_optimize_freezes_weights_and_remembers(block, x, monkeypatch):
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL for oneDNN to replace")
 def test_frozen_linear_layers_go_to_onednn(block, x, monkeypatch):
     always_faster(monkeypatch)
-    fast = fxopt.optimize(block, (x,), **QUICK)
+    fast = fxopt.optimize(block, (x,), passes=["freeze_weights", "onednn_linear"], **QUICK)
     close(fast(x), block(x).detach())
     graph = fast.report.graphs[0]
     assert graph.passes == ["freeze_weights", "onednn_linear"]
@@ -254,7 +259,8 @@ def test_frozen_linear_layers_go_to_onednn(block, x, monkeypatch):
 def test_bf16_needs_to_be_asked_for_and_is_verified(block, x, monkeypatch):
     always_faster(monkeypatch)
     monkeypatch.setattr(roofline, "matrix_units", lambda device: {"bfloat16"})
-    fast = fxopt.optimize(block, (x,), precision="bf16", **QUICK)
+    passes = ["freeze_weights", "promote_matmul_precision"]
+    fast = fxopt.optimize(block, (x,), precision="bf16", passes=passes, **QUICK)
     graph = fast.report.graphs[0]
     assert graph.passes == ["freeze_weights", "promote_matmul_precision"]
     assert graph.candidates[-1].reports[1].rewritten == 5, "four linear layers and the attention"
@@ -264,7 +270,7 @@ def test_bf16_needs_to_be_asked_for_and_is_verified(block, x, monkeypatch):
 
 def test_changed_weights_are_seen(block, x, monkeypatch):
     always_faster(monkeypatch)
-    fast = fxopt.optimize(block, (x,), **QUICK)
+    fast = fxopt.optimize(block, (x,), passes=FEW, **QUICK)
     assert fast.report.graphs[0].frozen
     with torch.no_grad():
         block.down.weight.mul_(3)
@@ -284,15 +290,15 @@ def test_changed_weights_are_seen(block, x, monkeypatch):
 
 
 def test_training_mode_runs_the_model_itself(block, x):
-    fast = fxopt.optimize(block, (x,), **QUICK)
+    fast = fxopt.optimize(block, (x,), passes=FEW, **QUICK)
     fast.train()
     fast(x).sum().backward()
     assert block.qkv.weight.grad is not None
 
 
 def test_keyword_and_single_inputs(block, x):
-    close(fxopt.optimize(block, x, **QUICK)(x), block(x).detach())
-    close(fxopt.optimize(block, {"x": x}, **QUICK)(x=x), block(x).detach())
+    close(fxopt.optimize(block, x, passes=FEW, **QUICK)(x), block(x).detach())
+    close(fxopt.optimize(block, {"x": x}, passes=FEW, **QUICK)(x=x), block(x).detach())
 
 
 def test_a_model_without_a_graph_says_so(x):
@@ -302,7 +308,7 @@ def test_a_model_without_a_graph_says_so(x):
             return x + 1
 
     with pytest.warns(FxoptWarning, match="no graph of this model reached the compiler"):
-        fast = fxopt.optimize(Eager().eval(), (x,), **QUICK)
+        fast = fxopt.optimize(Eager().eval(), (x,), passes=FEW, **QUICK)
     assert torch.equal(fast(x), x + 1)
 
 
@@ -490,6 +496,92 @@ def test_reports_survive_a_cache_hit(with_pass, block, x):
     assert second.reports == first.reports
 
 
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scaled(Mutant):
+    """Right for factor 1 alone, so that the variants differ in whether they are kept."""
+
+    name: ClassVar[str] = "scaled"
+    factors: tuple[float, ...] = (1.0,)
+
+    def variants(self, context):
+        return [Scaled((1.01,)), Scaled((2.0, 0.5))]
+
+    def twin(self, graph, node):
+        for factor in self.factors:
+            node = graph.call_function(aten.mul.Tensor, (node, factor))
+        return node
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    always_faster(monkeypatch)
+    yield registry.register(Scaled)
+    registry.unregister("scaled")
+
+
+def tune(block, x, **options):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        close(compiled(block, {"passes": ["scaled"], **options})(x), block(x))
+    return fxopt.last_report().graphs[0]
+
+
+def test_each_variant_is_a_trial_and_the_plan_keeps_the_options_of_the_one_that_won(block, x, scaled):
+    graph = tune(block, x)
+    assert [c.name for c in graph.candidates] == ["scaled[factors=(1.01,)]", "scaled[factors=(2.0, 0.5)]"]
+    wrong, kept = graph.candidates
+    assert wrong.reason.startswith("wrong: ") and kept.outcome == "kept"
+    assert kept.options == {"scaled": {"factors": [2.0, 0.5]}} and kept.headroom_ns > 0
+    again = tune(block, x)
+    assert again.source == "plan" and again.candidates[0].name == kept.name
+    assert again.candidates[0].reports[0].rewritten == 1
+
+
+def test_the_gap_to_the_floor_is_measured_before_and_after(block, x, scaled):
+    graph = tune(block, x)
+    products = 2 * 2 * 16 * 64 * 64 * (3 + 1 + 4 + 4)
+    assert graph.floor_flops > products and graph.floor_bytes > sum(4 * p.numel() for p in block.parameters())
+    before, after = graph.gap_to_floor
+    assert before == graph.baseline_kernel_ns / graph.floor_ns > 1 and after > 1
+    json.dumps(graph.to_json(), allow_nan=False)
+
+
+def test_an_ablation_is_measured_where_it_is_asked_for_and_stays_with_the_plan(block, x, scaled, monkeypatch):
+    from fxopt.trials import Trials
+
+    graph = tune(block, x)
+    assert graph.ablation == [] and graph.decision == "candidate"
+    later = tune(block, x, ablate=True)
+    assert later.source == "plan", "the same plan, measured again for the ablation"
+    (row,) = later.ablation
+    assert (row.name, row.options, row.outcome) == ("scaled", {"factors": [2.0, 0.5]}, "kept")
+    assert row.alone.wall.ratio == row.removed.wall.ratio == 2.0
+    assert row.alone.kernel_ns > 0 and row.alone.kernel.low <= row.alone.kernel.ratio <= row.alone.kernel.high
+    monkeypatch.setattr(Trials, "ablate", lambda *a: pytest.fail("measured although the plan has it"))
+    assert tune(block, x, ablate=True).ablation == later.ablation
+
+
+def test_an_ablation_while_tuning_tells_of_what_was_not_kept_too(block, x, scaled):
+    graph = tune(block, x, ablate=True, passes=["scaled", "freeze_weights"])
+    rows = {(row.name, row.outcome): row for row in graph.ablation}
+    assert rows[("scaled", "kept")].alone.wall.ratio == 2.0
+    assert rows[("scaled", "rejected")].reason.startswith("wrong: ")
+    assert rows[("freeze_weights", "out of reach")].reason.startswith("weights may change")
+
+
+def test_a_candidate_over_the_memory_limit_is_not_kept(block, x, monkeypatch):
+    always_faster(monkeypatch)
+    if not torch.backends.mkl.is_available():
+        pytest.skip("without MKL nothing is packed")
+    fast = fxopt.optimize(block, (x,), memory_limit=1000, passes=["freeze_weights", "onednn_linear"], **QUICK)
+    packing = [c for c in fast.report.graphs[0].candidates if "onednn_linear" in c.passes]
+    assert packing and all("the limit is" in c.reason for c in packing)
+    assert "onednn_linear" not in fast.report.graphs[0].passes
+
+
 # -- another process --------------------------------------------------------------------------------------------------
 
 
@@ -499,7 +591,7 @@ SCRIPT = """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
     x = torch.randn(8, 32)
-    fn = torch.compile(model, backend="profile_guided", options={"pairs": 6, "iterations": 2})
+    fn = torch.compile(model, backend="profile_guided", options={"pairs": 6, "iterations": 2, "passes": []})
     with torch.no_grad():
         y = fn(x)
     import fxopt
@@ -553,7 +645,7 @@ def test_modules_that_share_one_compiled_function_keep_their_own_weights(monkeyp
     always_faster(monkeypatch)
     model, x = nn.Sequential(Broken(), Broken(), Broken()).eval(), torch.randn(4, 16)
     with pytest.warns(FxoptWarning, match="weights are no longer folded"):
-        fast = fxopt.optimize(model, (x,), **QUICK)
+        fast = fxopt.optimize(model, (x,), passes=FEW, **QUICK)
     close(fast(x), model(x).detach())
 
 
@@ -568,7 +660,7 @@ def test_weights_of_a_module_that_is_not_registered_are_seen(x, monkeypatch):
 
     always_faster(monkeypatch)
     model = Hidden().eval()
-    fast = fxopt.optimize(model, (x,), **QUICK)
+    fast = fxopt.optimize(model, (x,), passes=FEW, **QUICK)
     with torch.no_grad():
         model.hidden[0].weight.mul_(2)
     close(fast(x), model(x).detach())
@@ -577,7 +669,7 @@ def test_weights_of_a_module_that_is_not_registered_are_seen(x, monkeypatch):
 def test_a_fused_optimizers_step_is_seen(block, x, monkeypatch):
     """It writes to the parameters without counting a version."""
     always_faster(monkeypatch)
-    fast = fxopt.optimize(block, (x,), **QUICK)
+    fast = fxopt.optimize(block, (x,), passes=FEW, **QUICK)
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.1, fused=True)
     block.train()
     block(x).sum().backward()
@@ -622,7 +714,7 @@ def test_integers_with_a_table_for_each_column_are_not_mixed_up(monkeypatch):
     always_faster(monkeypatch)
     model = Two().eval()
     ids = torch.stack([torch.randint(900, 1000, (32,)), torch.randint(0, 4, (32,))], dim=1)
-    close(fxopt.optimize(model, (ids,), **QUICK)(ids), model(ids).detach())
+    close(fxopt.optimize(model, (ids,), passes=FEW, **QUICK)(ids), model(ids).detach())
 
 
 def test_models_that_differ_inside_a_checkpoint_have_plans_of_their_own(x):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -541,11 +543,14 @@ def test_the_uuid_follows_all_that_a_pass_can_see():
         "session": [True],
         "grad": [True],
     }
-    assert set(seen) == {field.name for field in dataclasses.fields(PassContext)}
+    assert {*seen, "cache"} == {field.name for field in dataclasses.fields(PassContext)}
     contexts = [CONTEXT, *(replace(CONTEXT, **{name: value}) for name, values in seen.items() for value in values)]
     uuids = [SlotPass([Relu()], context, Stage.JOINT).uuid() for context in contexts]
     assert len(set(uuids)) == len(uuids)
     assert SlotPass([Relu()], replace(CONTEXT), Stage.JOINT).uuid() == uuids[0]
+    # Code made with another measured choice is right as well, and processes with other folders share it.
+    elsewhere = replace(CONTEXT, cache=Path("elsewhere"))
+    assert SlotPass([Relu()], elsewhere, Stage.JOINT).uuid() == uuids[0]
 
 
 def test_the_uuid_follows_the_passes_their_options_and_their_order():
@@ -629,6 +634,43 @@ def test_a_config_or_runtime_pass_that_raises_is_reported(builder, base, method)
     build = builder.build([altered(base, **{method: raises})])
     assert build.reports[0].error == "KeyError: 'what went wrong'" and not build.reports[0].rewritten
     assert build.errors == [f"{base.name}: KeyError: 'what went wrong'"]
+
+
+def test_a_configuration_that_is_not_in_effect_is_a_refusal_and_no_error(builder):
+    build = builder.build([altered(Frozen, took_effect=lambda self, *args: 0)])
+    (report,) = build.reports
+    assert report.refused == (("graph", "asked for 1, not in effect in the compiled graph"), ("y", "written to"))
+    assert (report.matched, report.rewritten, report.changed, report.error) == (0, 0, False, "")
+    assert build.errors == [] and not build.effective
+
+
+def test_the_callers_own_options_win_over_those_of_a_pass(builder, monkeypatch):
+    compile_graph, given = inductor.compile_graph, []
+    monkeypatch.setattr(inductor, "compile_graph", lambda *args, **more: given.append(more) or compile_graph(*args))
+    asked = {"max_autotune": True, "combo_kernels": True}
+    p = altered(Frozen, configure=lambda self, accepted, context: Configuration(patches=asked))
+    replace(builder, patches={"max_autotune": False}).build([p])
+    assert given[0]["patches"] == {"max_autotune": False, "combo_kernels": True}
+    assert given[0]["capture"], "what a config pass did is counted in the code"
+
+
+def test_code_is_compiled_inside_of_what_a_runtime_pass_holds_during_calls(builder, monkeypatch):
+    compile_graph, seen, held = inductor.compile_graph, [], []
+
+    @contextlib.contextmanager
+    def holding(self):
+        held.append("inside")
+        yield
+        held.clear()
+
+    def compiled(*args, **given):
+        seen.append(list(held))
+        return compile_graph(*args)
+
+    monkeypatch.setattr(inductor, "compile_graph", compiled)
+    builder.build([altered(Wrapped, compiling=holding)])
+    builder.build([Wrapped()])
+    assert seen == [["inside"], []] and held == []
 
 
 def test_a_stage_that_inductor_does_not_run_is_said_to_be_so(builder):

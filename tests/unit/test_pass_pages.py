@@ -57,7 +57,7 @@ def test_the_table_of_a_pass_is_its_class(name: str) -> None:
         listed(sorted(axis.value for axis in cls.answers)),
         cls.precision.value,
         listed(cls.devices),
-        *(listed(getattr(cls, field)) for field in ("after", "before", "needs", "enables")),
+        *(listed(getattr(cls, field)) for field in ("after", "before", "needs", "enables", "conflicts")),
     ]
     assert table(f"# {name}", page(name)) == [row]
 
@@ -104,6 +104,13 @@ def device(environment: dict[str, Any]) -> str:
     return environment["device_name"] + threads
 
 
+def newest(trial: dict[str, Any]) -> str:
+    """The pass that the trial added, which older results list last; "" where it added several, or took one away."""
+    if "step" not in trial:
+        return trial["passes"][-1]
+    return trial["subject"] if trial["step"] == "add" else ""
+
+
 def trials(name: str) -> list[list[str]]:
     """A row for each trial in results/ whose newest pass is `name`, and that was timed."""
     rows = []
@@ -114,7 +121,7 @@ def trials(name: str) -> list[list[str]]:
         for graph in data["fxopt"]["graphs"]:
             for trial in graph["candidates"]:
                 paired, verdict = trial["paired"], trial["verdict"]
-                if trial["passes"][-1] != name or paired is None:
+                if newest(trial) != name or paired is None:
                     continue
                 rows.append(
                     [
