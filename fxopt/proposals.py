@@ -33,6 +33,8 @@ class Proposals:
             mine = [label for label in labels if label.axis in p.answers]
             if not mine or p.name in self._considered or self.context.device.type not in p.devices:
                 continue
+            if not registry.concerned(p, self.context):
+                continue
             self._considered.add(p.name)
             by_class = headroom(mine, self.layer_classes)
             reason, variants = self._variants(p)

@@ -184,6 +184,10 @@ class Pass:
     last: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
+    def concerns(self, context: PassContext) -> bool:
+        """Whether the graph has what the pass is about; where not, no report mentions it."""
+        return True
+
     def applicable(self, context: PassContext) -> str:
         """Why the pass cannot be used on this graph at all, "" if it can."""
         return ""
@@ -443,6 +447,14 @@ def inapplicable(p: Pass, context: PassContext) -> str:
         return p.applicable(context)
     except Exception as error:
         return f"its applicable() raised {type(error).__name__}: {error}"
+
+
+def concerned(p: Pass, context: PassContext) -> bool:
+    """Whether the graph has what `p` is about; one that raises over the question is asked whether it is applicable."""
+    try:
+        return p.concerns(context)
+    except Exception:
+        return True
 
 
 def in_conflict(one: Pass, other: Pass) -> bool:

@@ -44,11 +44,15 @@ class Step:
 
 @dataclass
 class Trial:
-    """One candidate that was built, found right and timed. `kernel_ns` in `entry` is known."""
+    """One candidate that was built, found right and timed. `kernel_ns` in `entry` is known.
+
+    idle: passes of its step that found nothing to do.
+    """
 
     passes: list[Pass]
     build: Any
     entry: CandidateReport
+    idle: frozenset[str] = frozenset()
 
 
 Compare = Callable[[CandidateReport, CandidateReport | None], bool]
@@ -97,7 +101,8 @@ class Search:
                 names = [p.name for p in first.passes]
                 under = first
                 added = {item.name: None for item in waiting if item.name in names} | dict.fromkeys(names)
-                waiting = by_headroom([*waiting, *self.propose(first.entry.labels)])
+                left = [item for item in waiting if item.name not in first.idle]
+                waiting = by_headroom([*left, *self.propose(first.entry.labels)])
             if won:
                 best = first
             elif shorter:

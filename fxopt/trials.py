@@ -16,7 +16,7 @@ from fxopt import ablation, bisect, measure, memory, rules, verify
 from fxopt.build import Build, Builder
 from fxopt.measure import PairedResult
 from fxopt.options import Options
-from fxopt.registry import Pass
+from fxopt.registry import Pass, PassReport
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
@@ -63,8 +63,9 @@ class Trials:
 
     def evaluate(self, step: Step, best: Trial | None) -> Trial | None:
         """The trial of `step`, compared with the best so far; None, with the reason in its report, if it is no use."""
+        idle: frozenset[str] = frozenset()
         if step.together:
-            step, _held = self._of_use(step)  # builds live only while somebody holds them
+            step, idle, _held = self._of_use(step)  # builds live only while somebody holds them
         entry = CandidateReport(
             "+".join(map(spelled, step.passes)),
             [p.name for p in step.passes],
@@ -84,10 +85,13 @@ class Trials:
             return None
         if self.options.ablate and self._ablation_asks_for(step):
             self._for_ablation.append(build)
-        return Trial(list(step.passes), build, entry)
+        return Trial(list(step.passes), build, entry, idle)
 
-    def _of_use(self, step: Step) -> tuple[Step, Build | None]:
-        """`step` without the passes that fail or find nothing to do, and the code of what is left."""
+    def _of_use(self, step: Step) -> tuple[Step, frozenset[str], Build | None]:
+        """`step` without the passes that fail or find nothing to do, the latter's names, and the code of what is left.
+
+        What was found idle is in the report.
+        """
         build = None
         passes = list(step.passes)
         try:
@@ -100,17 +104,18 @@ class Trials:
                     passes = [p for p in passes if p.name not in failed and not failed & set(p.needs)]
         except Exception as error:  # which of them it was shows when they are tried one at a time
             self.say(f"together: {type(error).__name__}: {error}")
-            return step, None
+            return step, frozenset(), None
         if build is None or not passes:
-            return step, None
+            return step, frozenset(), None
         # One that found nothing changed nothing: the code is that of the others.
-        at_work = {r.name for r in build.reports if r.rewritten or any(bisect.is_limit(why) for _, why in r.refused)}
-        passes = [p for p in passes if p.name in at_work]
-        if not passes:
-            return step, build
-        reports = [r for r in build.reports if r.name in at_work]
+        idle = {r.name: r for r in build.reports if not _at_work(r)}
+        if len(idle) == len(passes):
+            return step, frozenset(), build
+        self.report.out_of_reach += [f"{name}: found nothing to do: {_why_idle(r)}" for name, r in idle.items()]
+        passes = [p for p in passes if p.name not in idle]
+        reports = [r for r in build.reports if r.name not in idle]
         build = self.hold(replace(build, passes=passes, reports=reports))
-        return replace(step, passes=tuple(passes), subject=passes[-1]), build
+        return replace(step, passes=tuple(passes), subject=passes[-1]), frozenset(idle), build
 
     def build(self, passes: Sequence[Pass]) -> Build:
         """Code with `passes`, in order: the one that is there already, if anybody still holds it."""
@@ -301,6 +306,15 @@ def _key(passes: Sequence[Pass]) -> tuple[str, ...]:
     return tuple(f"{p.name} {p.fingerprint()}" for p in passes)
 
 
+def _at_work(report: PassReport) -> bool:
+    """Whether the pass did something, or would have but for a bisection's limit."""
+    return bool(report.rewritten) or any(bisect.is_limit(reason) for _, reason in report.refused)
+
+
+def _why_idle(report: PassReport) -> str:
+    return report.refused[0][1] if report.refused else "no candidate"
+
+
 def _idle(build: Build) -> str:
-    idle = next(r for r in build.reports if not r.rewritten)
-    return f"{idle.name} found nothing to do: {idle.refused[0][1] if idle.refused else 'no candidate'}"
+    idle = next(r for r in build.reports if not _at_work(r))
+    return f"{idle.name} found nothing to do: {_why_idle(idle)}"

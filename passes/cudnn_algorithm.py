@@ -33,6 +33,8 @@ class CudnnAlgorithm(RuntimePass):
     stage: ClassVar[Stage] = Stage.RUNTIME
     precision: ClassVar[Precision] = Precision.FP32
     before: ClassVar[tuple[str, ...]] = ("cuda_graphs",)
+    #: by itself, so that what a search found is verified and timed apart from other passes
+    last: ClassVar[bool] = True
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def applicable(self, context: PassContext) -> str:

@@ -223,7 +223,9 @@ def test_a_packed_sequence_is_refused():
         ("fp32", "cuda", [""]),
         ("tf32", "cuda", ["tf32", ""]),
         ("bf16", "cuda", ["tf32", "fp16", "bf16", ""]),
-        (1e-4, "cuda", ["tf32", "fp16", "bf16", ""]),
+        (1e-4, "cuda", ["tf32", "fp16", ""]),
+        (1e-3, "cuda", ["tf32", "fp16", "bf16", ""]),
+        (1.5e-5, "cuda", [""]),
         ("tf32", "cpu", [""]),
         ("bf16", "cpu", ["bf16", ""]),
     ],
@@ -239,11 +241,17 @@ def test_a_session_on_a_cpu_has_only_the_precision_to_choose():
     assert [p.compute for p in RnnRedispatch().variants(context)] == ["bf16"]
 
 
+def test_a_graph_without_recurrent_layers_does_not_concern_it():
+    p = RnnRedispatch()
+    assert not p.concerns(testing.context(p, origins={"mm": ("linear",)}))
+    assert p.concerns(testing.context(p, origins={"mm": ("linear",), "tanh": ("lstm_1",)}))
+    assert p.concerns(testing.context(p)), "nothing is known of where the nodes come from"
+
+
 def test_graphs_where_it_has_no_business_are_told_so_before_anything_is_compiled():
     p = RnnRedispatch()
     for fields, because in (
         ({"grad": True}, "gradients are on"),
-        ({"origins": {"mm": ("linear",)}}, "the graph has no recurrent layer"),
         ({"session": True, "precision": "fp32"}, "on the library's kernels already"),
     ):
         assert because in p.applicable(testing.context(p, **{"session": False, **fields}))

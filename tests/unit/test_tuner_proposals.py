@@ -71,3 +71,10 @@ def test_a_pass_whose_variants_fail_is_out_of_reach(given):
 def test_needs_are_followed_to_their_end_and_absent_ones_left_out():
     a, b, c = make("a", needs=("b", "gone")), make("b", needs=("c", "a")), make("c")
     assert {p.name for p in proposals(a, b, c).needs(a)} == {"b", "c"}
+
+
+def test_a_pass_that_a_graph_does_not_concern_is_not_mentioned():
+    found = proposals(make("a", concerns=lambda self, context: False, applicable=lambda self, context: "no"))
+    assert found.answering([MEMORY]) == [] and found.report.out_of_reach == []
+    raising = proposals(make("a", concerns=lambda self, context: 1 / 0))
+    assert [p.name for p in raising.answering([MEMORY])] == ["a"]
