@@ -22,7 +22,6 @@ from torch import fx
 
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
-from fxopt.torch_api import inductor
 from fxopt.verify import Precision
 
 aten = torch.ops.aten
@@ -48,6 +47,8 @@ class ChannelsLast(GraphPass):
         return ""
 
     def candidates(self, graph: fx.Graph, context: PassContext) -> Iterable[Candidate]:
+        from fxopt.torch_api import inductor  # heavy
+
         covered = None
         for node in graph.nodes:
             if node.target is not aten.convolution.default:

@@ -25,7 +25,6 @@ from torch import fx
 
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, RegistryError, Stage
-from fxopt.torch_api import inductor
 from fxopt.verify import Precision
 
 
@@ -120,6 +119,8 @@ class InductorOptions(ConfigPass):
             yield position, Candidate(name, f"{reason}")  # one of those that `_reason` gives, or none
 
     def configure(self, accepted: Sequence[int], context: PassContext) -> Configuration:
+        from fxopt.torch_api import inductor  # heavy
+
         known = inductor.config_keys()
         patches: dict[str, Any] = {key: value for key, value in _QUIET.items() if key in known}
         for choice in self._choices(accepted):
@@ -142,6 +143,8 @@ def _is_labelled(name: str, context: PassContext) -> bool:
 
 def _reason(name: str, context: PassContext) -> str:
     """Why an option cannot be tried here, "" if it can."""
+    from fxopt.torch_api import inductor
+
     choice = CHOICES[name]
     if context.device.type not in choice.devices:
         return f"it is for {' and '.join(choice.devices)}"

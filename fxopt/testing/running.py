@@ -39,9 +39,9 @@ class Result:
     """What a pass made of a graph. `str(result)` shows the graph before and after, and the report.
 
     report: what the pass says it did. before, after: the graph as text. module: the rewritten graph; after a config
-    pass with the frozen inputs folded in, after a runtime pass as it was. fn: takes the inputs of the graph as it was
-    and runs what the pass made. configuration: what a config pass asks for; its Inductor options do not show in a
-    graph that is not compiled.
+    pass with the frozen inputs folded in and what it does before AOTAutograd done, after a runtime pass as it was. fn:
+    takes the inputs of the graph as it was and runs what the pass made. configuration: what a config pass asks for; its
+    Inductor options do not show in a graph that is not compiled.
     """
 
     report: PassReport

@@ -14,8 +14,6 @@ import torch._inductor.config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fxopt.torch_api import inductor
-
 _config: Any = torch._dynamo.config
 #: what Dynamo raises where it can neither trace a call nor leave it to eager
 TRACE_FAILED: tuple[type[Exception], ...] = (
@@ -55,9 +53,13 @@ class BeforeAutograd(CustomGraphPass):
     OPTION = "pre_grad_custom_pass"
 
     def __init__(self) -> None:
+        from fxopt.torch_api import inductor  # heavy, and this module is imported with the passes
+
         self._installed = inductor.custom_passes(getattr(torch._inductor.config, self.OPTION))
 
     def __call__(self, graph: fx.Graph) -> None:
+        from fxopt.torch_api import inductor
+
         for custom in self._installed:
             inductor.call_custom(custom, graph, None)
         self.rewrite(graph)

@@ -316,7 +316,13 @@ def test_a_name_that_is_taken_is_refused_naming_both(points):
 
 
 def test_the_built_in_passes_are_found_and_ordered():
-    built_in = ["freeze_weights", "promote_matmul_precision", "onednn_linear", "cuda_graphs"]
+    built_in = [
+        *("freeze_weights", "inductor_options", "rnn_redispatch"),  # config
+        *("causal_mask", "merge_projections", "split_precision_attention", "split_precision_conv", "channels_last"),
+        *("promote_matmul_precision", "attention_backend", "split_precision_gemm"),  # joint, after those above
+        *("onednn_linear", "pad_matmul", "remove_redundant_casts_and_copies"),  # post-grad
+        *("cudnn_algorithm", "tf32_matmul", "cuda_graphs"),  # runtime
+    ]
     assert names(registry.select(None, [])) == built_in
     assert names(registry.select(None, ["cuda_graphs"])) == built_in[:-1]
 
