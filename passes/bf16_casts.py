@@ -13,28 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.views import VIEWS
+
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 
 #: operators that only rearrange one tensor (operand 0), so that a cast commutes with them exactly
-VIEWS: frozenset[Any] = frozenset(
-    {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.alias.default,
-        aten.clone.default,
-    }
-)
+REARRANGING: frozenset[Any] = VIEWS | {aten.clone.default}
 SPLITS: frozenset[Any] = frozenset(
     {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default}
 )
@@ -42,7 +27,7 @@ SPLITS: frozenset[Any] = frozenset(
 #: since Inductor makes the second one known when it is first imported
 _POOLS = frozenset({"aten.max_pool2d_with_indices.default", "prims._low_memory_max_pool_with_offsets.default"})
 #: operators in front of which a cast may move, for it rounds no more elements there than behind them; pools as well
-_MOVABLE = {aten.relu.default} | VIEWS - {aten.slice.Tensor, aten.select.int}
+_MOVABLE = {aten.relu.default} | REARRANGING - {aten.slice.Tensor, aten.select.int}
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
@@ -139,7 +124,7 @@ def _origin(graph: fx.Graph, value: Any) -> Any:
         # A product of the pass that widens its result has no value yet.
         narrow = isinstance(source, fx.Node) and ("val" not in source.meta or dtype_of(source) == torch.bfloat16)
         return source if narrow else None
-    if value.target in VIEWS and isinstance(value.args[0], fx.Node):
+    if value.target in REARRANGING and isinstance(value.args[0], fx.Node):
         source = _origin(graph, value.args[0])
         return None if source is None else graph.call_function(value.target, (source, *value.args[1:]), value.kwargs)
     if value.target is operator.getitem and getattr(value.args[0], "target", None) in SPLITS:

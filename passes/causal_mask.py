@@ -33,6 +33,7 @@ from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api import dynamo
 from fxopt.verify import Precision
+from passes.views import VIEWS
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -44,24 +45,7 @@ MASK: dict[Any, str] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask",
 }
 #: operators that only look at memory in another way: evaluating them costs nothing
-_VIEWS: frozenset[Any] = frozenset(
-    {
-        aten.alias.default,
-        aten.detach.default,
-        aten.diagonal.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten.view.default,
-    }
-)
+_VIEWS: frozenset[Any] = VIEWS | {aten.detach.default, aten.diagonal.default, aten.squeeze.default}
 #: operators whose result is the same, to the bit, on every device and in compiled code
 _EXACT: frozenset[Any] = _VIEWS | {
     prims.iota.default,

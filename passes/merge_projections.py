@@ -31,27 +31,10 @@ from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api import dynamo, values
 from fxopt.verify import Precision
+from passes.views import VIEWS
 
 aten = torch.ops.aten
 
-#: views through which two products may share an input
-_VIEWS: frozenset[Any] = frozenset(
-    {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.alias.default,
-    }
-)
 #: what fewer and larger products are an answer to, whatever the size of each
 _STARVED = frozenset({Axis.WAVE_STARVED, Axis.LATENCY_BOUND, Axis.LAUNCH_BOUND})
 #: bytes that a kernel on a GPU reads at once, for which a row has to begin at a multiple of them
@@ -212,7 +195,7 @@ def _constant(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> Any:
     """What a value is a view of, and how: equal for two views that are the same."""
-    if node.target not in _VIEWS:
+    if node.target not in VIEWS:
         return node
     source: Any = node.args[0]
     return node.target, str(node.args[1:]), str(node.kwargs), _viewed(source)

@@ -30,7 +30,7 @@ from torch import fx
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.verify import Precision
-from passes.bf16_casts import CAST, SPLITS, VIEWS, dtype_of, move_before_pools, narrow, narrow_mask
+from passes.bf16_casts import CAST, REARRANGING, SPLITS, dtype_of, move_before_pools, narrow, narrow_mask
 
 aten = torch.ops.aten
 
@@ -202,14 +202,14 @@ class PromoteMatmulPrecision(GraphPass):
 
 def _is_elementwise(target: Any) -> bool:
     """Whether an operator takes each element by itself, and so sums up no rounding errors."""
-    moves = target in VIEWS or target in SPLITS or target is operator.getitem
+    moves = target in REARRANGING or target in SPLITS or target is operator.getitem
     return moves or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _is_output(node: fx.Node) -> bool:
     """Whether nothing takes a node's value but the graph's output, seen through views."""
     return bool(node.users) and all(
-        user.op == "output" or (user.target in VIEWS and _is_output(user)) for user in node.users
+        user.op == "output" or (user.target in REARRANGING and _is_output(user)) for user in node.users
     )
 
 

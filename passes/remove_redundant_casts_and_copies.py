@@ -31,29 +31,11 @@ from fxopt import effects
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.verify import Precision
+from passes.views import VIEWS
 
 aten = torch.ops.aten
 CAST: Any = torch.ops.prims.convert_element_type.default
 COPY: Any = aten.clone.default
-#: operators that only look at one tensor (operand 0) in another way
-VIEWS: frozenset[Any] = frozenset(
-    {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.alias.default,
-    }
-)
-
 _FLOATS = {torch.float32, torch.float64}
 #: types that hold every value of a type
 _HOLDS: dict[torch.dtype, set[torch.dtype]] = {

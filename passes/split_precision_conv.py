@@ -235,8 +235,8 @@ class SplitPrecisionConv(GraphPass):
 
         with graph.inserting_before(node):
             planes = [
-                *_shared(graph, x, f"pixels of {self.terms}", pixels),
-                *_shared(graph, w, f"outputs of {self.terms}", outputs),
+                *split_products.parts_of(graph, x, f"pixels of {self.terms}", pixels),
+                *split_products.parts_of(graph, w, f"outputs of {self.terms}", outputs),
             ]
             target: Any = torch.ops.fxopt.split_conv.default
             operands = (*planes, bias)
@@ -259,15 +259,3 @@ def _emit(graph: fx.Graph, fn: Any, *nodes: fx.Node) -> list[fx.Node | None]:
     inputs = traced.find_nodes(op="placeholder")
     made: Any = graph.graph_copy(traced, dict(zip(inputs, nodes, strict=True)))
     return list(made) if isinstance(made, (list, tuple)) else [made]
-
-
-def _shared(graph: fx.Graph, node: Any, kind: str, fn: Any) -> list[fx.Node | None]:
-    """`_emit`, once a node: a value that several convolutions read is split once."""
-    key = f"fxopt_split: {kind}"
-    names = node.meta.get(key)
-    by_name = {None: None} | {n.name: n for n in graph.nodes}
-    if names is None or not by_name.keys() >= set(names):
-        made = _emit(graph, fn, node)
-        node.meta[key] = [n and n.name for n in made]
-        return made
-    return [by_name[name] for name in names]

@@ -22,7 +22,7 @@ Refuses products that are not fp32, symbolic sizes, and products too small to fi
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,10 +31,9 @@ from torch import fx
 
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
-from fxopt.torch_api.tracing import graph_of
 from fxopt.verify import Precision
-from passes import split_products
 from passes.kernels import launch
+from passes.split_products import parts_of, rounded_once, split, split_parts
 
 aten = torch.ops.aten
 
@@ -145,20 +144,20 @@ class SplitPrecisionGemm(GraphPass):
                 return self._parts(graph, a, b)
         if product.terms == 3:
             block = product.block
-            operands = _split(graph, a, f"rows{block}", lambda x: split_products.split(_dense(x), block))
-            operands += _split(graph, b, "columns", lambda x: split_products.split(_dense(x.mT)))
+            operands = parts_of(graph, a, f"rows{block}", lambda x: split(_dense(x), block))
+            operands += parts_of(graph, b, "columns", lambda x: split(_dense(x.mT)))
             operator: Any = torch.ops.fxopt.split_gemm.default
         else:
-            operands = _split(graph, a, "once", lambda x: split_products.rounded_once(_dense(x)))
-            operands += _split(graph, b, "columns once", lambda x: split_products.rounded_once(_dense(x.mT)))
+            operands = parts_of(graph, a, "once", lambda x: rounded_once(_dense(x)))
+            operands += parts_of(graph, b, "columns once", lambda x: rounded_once(_dense(x.mT)))
             operator = torch.ops.fxopt.scaled_gemm.default
         result = graph.call_function(operator, (*operands, bias if tile[3] == 1 else None, list(tile)))
         return result if tile[3] == 1 else graph.call_function(aten.sum.dim_IntList, (result, [-3]))
 
     def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
         """The product by cuBLAS, over a K three times as long."""
-        (wide_a,) = _split(graph, a, "parts", lambda x: (split_products.split_parts(_dense(x), 0),))
-        (wide_b,) = _split(graph, b, "columns parts", lambda x: (split_products.split_parts(_dense(x.mT), 1),))
+        (wide_a,) = parts_of(graph, a, "parts", lambda x: (split_parts(_dense(x), 0),))
+        (wide_b,) = parts_of(graph, b, "columns parts", lambda x: (split_parts(_dense(x.mT), 1),))
         turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
         operator: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
         return graph.call_function(operator, (wide_a, turned, torch.float32))
@@ -182,26 +181,3 @@ def _is_row(added: torch.Tensor, n: int) -> bool:
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
-
-
-def _split(graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., tuple[torch.Tensor, ...]]) -> list[fx.Node]:
-    """The parts of `value`, computed right after it; those that an earlier product had computed where there are any."""
-    # A dict of this graph's own, for a copied node shares its meta's values with the one that it was copied from.
-    known = value.meta["fxopt_split"] = dict(value.meta.get("fxopt_split", {}))
-    if how in known:
-        names = {node.name: node for node in graph.nodes}
-        if all(name in names for name in known[how]):
-            return [names[name] for name in known[how]]
-    traced = graph_of(split, value.meta["val"])
-    after = value
-    while after.next.op == "placeholder":
-        after = after.next
-    with graph.inserting_after(after):
-        anchor = graph.call_function(aten.alias.default, (value,))
-    with graph.inserting_before(anchor):
-        inputs = [node for node in traced.nodes if node.op == "placeholder"]
-        parts: Any = graph.graph_copy(traced, dict(zip(inputs, [value], strict=True)))
-    graph.erase_node(anchor)
-    found = list(parts)
-    known[how] = [part.name for part in found]
-    return found

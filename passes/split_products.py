@@ -20,11 +20,13 @@ product of the library, three times as long, gives a_lo b_hi + a_hi b_lo + a_hi 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from fxopt.torch_api.tracing import graph_of
 from passes.kernels.launch import Tile
 
 LOW = 2.0**11  #: what the remainder is multiplied by
@@ -113,6 +115,29 @@ def split_parts(x: torch.Tensor, last: int) -> torch.Tensor:
     lo = ((x - hi).view(torch.int32) * finite).view(torch.float32)
     parts = [lo, hi] if last == 0 else [hi, lo]
     return torch.cat([*parts, torch.where(finite != 0, hi, x)], -1).to(torch.bfloat16)
+
+
+def parts_of(
+    graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., Sequence[torch.Tensor | None]]
+) -> list[fx.Node | None]:
+    """The parts of a node's value, computed right after it, or those that an earlier call with this `how` had computed:
+    several products may read one value.
+    """
+    # A dict of this graph's own, for a copied node shares its meta's values with the one that it was copied from.
+    known = value.meta["fxopt_split"] = dict(value.meta.get("fxopt_split", {}))
+    names: dict[str | None, fx.Node | None] = {None: None} | {node.name: node for node in graph.nodes}
+    if how in known and all(name in names for name in known[how]):
+        return [names[name] for name in known[how]]
+    traced = graph_of(split, value.meta["val"])
+    before = value.next
+    while before.op == "placeholder":
+        before = before.next
+    with graph.inserting_before(before):
+        inputs = traced.find_nodes(op="placeholder")
+        parts: Any = graph.graph_copy(traced, dict(zip(inputs, [value], strict=True)))
+    found = list(parts)
+    known[how] = [part.name if isinstance(part, fx.Node) else None for part in found]
+    return found
 
 
 # ---- operators ----

@@ -261,13 +261,14 @@ def _only(graph: testing.RandomGraph, dtype: torch.dtype) -> None:
 class Bias:
     """What makes a pass rewrite something: graphs, the pass itself on this machine, and in which share it must.
 
-    within: what it runs in.
+    within: what it runs in. quick: how many graphs a quick run looks at, of those 500 that every pass is held to.
     """
 
     graphs: Callable[[], Any]
     share: float
     make: Callable[[], Pass] | None = None
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    quick: int = 500
 
 
 def packed_linear(d: testing.Draft) -> testing.Value:
@@ -340,7 +341,7 @@ PASSES = {
     "promote_matmul_precision": Bias(lambda: testing.graphs(["matmul", "convolution", "attention"]), 0.6),
     "onednn_linear": Bias(lambda: testing.graphs([packed_linear], dynamic=False, max_nodes=8), 0.8),
     "split_precision_gemm": Bias(
-        lambda: testing.graphs([wide_product], dynamic=False, max_nodes=8), 0.6, make=SplitGemmOnCpu
+        lambda: testing.graphs([wide_product], dynamic=False, max_nodes=8), 0.6, make=SplitGemmOnCpu, quick=80
     ),
     "cuda_graphs": Bias(lambda: testing.graphs(exclude=("random",)), 0.5, make=GraphsOnCpu),
     "inductor_options": Bias(lambda: testing.graphs(), 0.9, make=lambda: InductorOptions("max_autotune_gemm")),
@@ -359,7 +360,7 @@ PASSES = {
         within=lambda: torch._inductor.config.patch(layout_optimization=False),
     ),
     "split_precision_conv": Bias(
-        lambda: testing.graphs([wide_convolution], dynamic=False, max_nodes=8), 0.5, make=SplitConvOnCpu
+        lambda: testing.graphs([wide_convolution], dynamic=False, max_nodes=4), 0.5, make=SplitConvOnCpu, quick=80
     ),
 }
 #: for operators that exist on a GPU alone: tests/gpu has them
@@ -383,7 +384,17 @@ def test_a_pass_for_operators_of_a_gpu_leaves_those_of_a_cpu_alone(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(built_in()) - ON_A_GPU))
-def test_a_built_in_pass_leaves_500_random_graphs_equivalent(name, monkeypatch):
+def test_a_built_in_pass_leaves_random_graphs_equivalent(name, monkeypatch):
+    look_at_graphs(name, PASSES[name].quick, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(name for name, bias in PASSES.items() if bias.quick < 500))
+def test_a_slow_pass_leaves_500_random_graphs_equivalent(name, monkeypatch):
+    look_at_graphs(name, 500, monkeypatch)
+
+
+def look_at_graphs(name, count, monkeypatch):
     bias = PASSES[name]
     p = bias.make() if bias.make is not None else registry.discover()[name]()
     if name == "onednn_linear" and p.applicable(testing.context(p)):
@@ -396,8 +407,8 @@ def test_a_built_in_pass_leaves_500_random_graphs_equivalent(name, monkeypatch):
         seen[testing.equivalent(p, graph).changed] += 1
 
     with bias.within():
-        for_all(bias.graphs(), 500, look)
-    assert seen.total() >= 500
+        for_all(bias.graphs(), count, look)
+    assert seen.total() >= count
     assert seen[True] >= bias.share * seen.total(), seen
 
 

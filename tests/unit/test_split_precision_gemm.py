@@ -370,7 +370,7 @@ def by_casts(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def test_the_numerics_gate_refuses_a_split_that_inductor_took_the_low_part_from(monkeypatch, fresh_dynamo):
-    monkeypatch.setattr(split_products, "split", by_casts)
+    monkeypatch.setattr("passes.split_precision_gemm.split", by_casts)
     model, x = nn.Linear(64, 48).eval(), values(32, 64)
     made, gm, inputs, report = compiled(OnCpu(), model, x, freeze=False)
     assert report.rewritten == 1 and not report.error
