@@ -7,21 +7,28 @@ torch keeps the plan of each convolution that has run, by its shapes and for eac
 nor the flag again. In a thread that ran the model before, a search would therefore not take place; so the code runs in
 a thread of its own, on the caller's stream. That costs a hand-over a call, unless the code is then captured in a CUDA
 graph, whose replay no longer comes here.
-Refuses graphs without convolutions, sizes that change, and a process that asks for deterministic algorithms.
+
+A search takes the fastest kernel, and a kernel may be fast and wrong. So the first call runs the code as it was, too,
+and where the two do not agree the search is thrown away: in each process, since each searches anew.
+Refuses graphs without convolutions, sizes that change, code that may not run twice, and a process that asks for
+deterministic algorithms.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fxopt.labels import Axis
 from fxopt.registry import PassContext, RuntimePass, Stage
 from fxopt.verify import Precision
+from fxopt.warning import warn
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class CudnnAlgorithm(RuntimePass):
             compiled.post_grad is None and any(name.startswith("convolution") for name in context.origins)
         ):
             return "it has no convolution"
+        if compiled.mutated or context.random:
+            return "it writes to inputs or draws random numbers, and the first call runs twice"
         return ""
 
     def wrap(
@@ -66,13 +75,17 @@ class CudnnAlgorithm(RuntimePass):
 
 
 class Searched:
-    """A callable whose first call lets cuDNN search; every call runs in one thread, which keeps what was found."""
+    """A callable whose first call lets cuDNN search; later ones run in one thread, which keeps what was found.
+
+    The first call's result is the code's own. If what the search found gives another, it is not used, with a warning.
+    """
 
     def __init__(self, fn: Callable[..., Any], device: torch.device) -> None:
         self._fn = fn
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fxopt-cudnn")
-        self._searched = False
+        self._lock = threading.Lock()
+        self._found: bool | None = None  # whether a search was made, and is of use
 
     @property
     def output_copies(self) -> int | None:
@@ -80,20 +93,56 @@ class Searched:
         return getattr(self._fn, "output_copies", None)
 
     def __call__(self, *args: Any) -> Any:
+        if self._found is None:
+            with self._lock:
+                if self._found is None:
+                    return self._first(args)
+        return self._there(args) if self._found else self._fn(*args)
+
+    def _first(self, args: tuple[Any, ...]) -> Any:
+        expected = self._fn(*args)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return expected  # in a capture nothing can be looked at
+        self._found = agree(self._there(args, search=True), expected)
+        if not self._found:
+            self._thread.shutdown(wait=False)
+            warn("cudnn_algorithm: what cuDNN's search found gives other results than its heuristic; it is not used")
+        return expected
+
+    def _there(self, args: tuple[Any, ...], search: bool = False) -> Any:
+        """The result of the code in its own thread, on the caller's stream."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return self._thread.submit(self._run, stream, modes, args).result()
+        return self._thread.submit(self._run, stream, modes, search, args).result()
 
-    def _run(self, stream: Any, modes: tuple[bool, bool], args: tuple[Any, ...]) -> Any:
+    def _run(self, stream: Any, modes: tuple[bool, bool], search: bool, args: tuple[Any, ...]) -> Any:
         grad, inference = modes
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
-            if self._searched:
+            if not search:
                 return self._fn(*args)
             before = torch.backends.cudnn.benchmark
             torch.backends.cudnn.benchmark = True
             try:
-                result = self._fn(*args)
+                return self._fn(*args)
             finally:
                 torch.backends.cudnn.benchmark = before
-            self._searched = True
-            return result
+
+
+#: relative L2 difference up to which two algorithms are taken to compute the same: eight unit roundoffs of what they
+#: may compute in (TF32 for float32)
+_ALIKE = {torch.float32: 8 * 2.0**-11, torch.float16: 8 * 2.0**-11, torch.bfloat16: 8 * 2.0**-8}
+
+
+def agree(found: Any, expected: Any) -> bool:
+    """Whether two results of one code are the same but for rounding."""
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if not isinstance(b, torch.Tensor) or not b.is_floating_point():
+            continue
+        finite = torch.isfinite(b)
+        if not torch.equal(finite, torch.isfinite(a)):
+            return False
+        wide = torch.where(finite, b, 0).to(torch.float64)
+        off = torch.linalg.vector_norm(torch.where(finite, a, 0).to(torch.float64) - wide)
+        if off > _ALIKE.get(b.dtype, 1e-9) * torch.linalg.vector_norm(wide):
+            return False
+    return True

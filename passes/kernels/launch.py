@@ -87,14 +87,15 @@ def gemm(
         warps, stages = 8, 3 if bn == 128 else 2
     with torch.cuda.device(out.device):
         if warps == HOPPER:
-            from triton.experimental.gluon import language as gl
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
             from passes.kernels import split_gemm_hopper as hopper
 
             boxes = [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
-            layouts = [gl.NVMMASharedLayout.get_default_for(box, gl.float16) for box in boxes]
-            descriptors = [TensorDescriptor.from_tensor(*one) for one in zip(planes, boxes, layouts, strict=True)]
+            descriptors = [
+                TensorDescriptor.from_tensor(plane, box, _swizzle(*box))
+                for plane, box in zip(planes, boxes, strict=True)
+            ]
             hopper.split_gemm_hopper[(min(tiles * shares, multiprocessors(out.device)),)](
                 *descriptors, a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out, m, n, k, shares, blocks,
                 a_hi.stride(0), b_hi.stride(0), BM=bm, BN=bn, BK=bk, BLOCK=block, BLOCKS=padded, STAGES=stages,
@@ -109,6 +110,14 @@ def gemm(
             PROMOTE=a_lo is not None, EVEN_K=k % bk == 0, HAS_BIAS=has_bias, GROUP=8, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
+
+
+@functools.cache
+def _swizzle(rows: int, columns: int) -> Any:
+    """How a tile of fp16 lies in shared memory for the tensor cores; a launch asks for four."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float16)
 
 
 def _fetchable(plane: torch.Tensor) -> bool:
