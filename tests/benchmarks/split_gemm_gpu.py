@@ -61,16 +61,11 @@ def measure(m: int, n: int, k: int) -> list[dict[str, Any]]:
             turns = [tuple(None if part is None else part.clone() for part in operands[1]) for _ in copies]
             product = Product(m, n, k, terms=terms, block=block)
             for tile in launch.options(product, launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE)):
-                out = torch.empty(tile[3], m, n, device=DEVICE)
-                try:
-                    took = launch._time(
-                        lambda i, out=out, tile=tile: launch.gemm(operands[0], turns[i % len(turns)], None, out, tile)
-                    )
-                except Exception as error:
-                    print(f"  {tile}: {type(error).__name__}: {str(error)[:80]}")
-                    continue
-                launch.gemm(operands[0], operands[1], None, out, tile)
-                found.append(row(f"{terms} terms", took, out.sum(0), tile=list(tile), block=block))
+                took = time(operands[0], turns, torch.empty(tile[3], m, n, device=DEVICE), tile)
+                if took is not None:
+                    out = torch.empty(tile[3], m, n, device=DEVICE)
+                    launch.gemm(operands[0], operands[1], None, out, tile)
+                    found.append(row(f"{terms} terms", took, out.sum(0), tile=list(tile), block=block))
     raw = (operands_of_raw(a), operands_of_raw(b))
     tile = launch.options(Product(m, n, k), launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE))[0]
     out = torch.empty(tile[3], m, n, device=DEVICE)
@@ -78,6 +73,15 @@ def measure(m: int, n: int, k: int) -> list[dict[str, Any]]:
         took = launch._time(lambda i: launch.gemm(*raw, None, out, tile), calls=2)
         found.append(row("exact", took, out.sum(0), tile=list(tile)))
     return found
+
+
+def time(left: Any, turns: list[Any], out: torch.Tensor, tile: launch.Tile) -> float | None:
+    """Microseconds a call on the right operands in turn; None, and a line that says why, where it does not run."""
+    try:
+        return launch._time(lambda i: launch.gemm(left, turns[i % len(turns)], None, out, tile))
+    except Exception as error:
+        print(f"  {tile}: {type(error).__name__}: {str(error)[:80]}")
+        return None
 
 
 def operands_of_raw(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
