@@ -87,8 +87,8 @@ def _at_least(rows: Sequence[Row], workload: str, precision: str, metric: str, c
 
 
 def no_slower(interval: Sequence[float] | None, value: float) -> bool:
-    """Whether a ratio is not below 1 beyond the noise: its interval reaches it."""
-    return (interval[1] if interval else value) >= 1 - MIN_NOISE
+    """Whether a ratio is not below 1 beyond the noise: its interval reaches 1, and itself it is above 0.9."""
+    return (interval[1] if interval else value) >= 1 - MIN_NOISE and value >= 0.9
 
 
 def _against_the_best(rows: Sequence[Row], precision: str, metric: str) -> Iterator[Claim]:

@@ -30,7 +30,7 @@ class _Watch:
         self._names = {id(module): name for name, module in model.named_modules() if name}
         self._device = device
         self._inside: FrameType | None = None
-        self._started = 0.0
+        self._started, self._name = 0.0, ""
         self.seconds: dict[str, float] = {}
 
     def now(self) -> float:
@@ -40,13 +40,13 @@ class _Watch:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "return" and frame is self._inside:
-            name = self._names[id(frame.f_locals["self"])]
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - self._started
+            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + self.now() - self._started
             self._inside = None
         elif event == "call" and self._inside is None and frame.f_code.co_name == "forward":
             module = frame.f_locals.get("self")
             if id(module) in self._names and frame.f_code is _code(module):
-                self._inside, self._started = frame, self.now()
+                # Kept now: the frame's `self` may be another by the time that it returns.
+                self._inside, self._name, self._started = frame, self._names[id(module)], self.now()
 
 
 def _code(module: Any) -> Any:
@@ -75,11 +75,11 @@ def measure(optimized: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
             optimized(*args, **kwargs)
         finally:
             sys.setprofile(outer)
+            with torch.no_grad():
+                for buffer, value, version in buffers:
+                    if buffer._version != version:
+                        buffer.copy_(value)
         total = watch.now() - started
-    with torch.no_grad():
-        for buffer, value, version in buffers:
-            if buffer._version != version:
-                buffer.copy_(value)
     types = {name: type(module).__name__ for name, module in model.named_modules()}
     slowest = sorted(watch.seconds.items(), key=lambda item: -item[1])
     return [EagerModule(name, types[name], seconds * 1e9, seconds / total) for name, seconds in slowest]

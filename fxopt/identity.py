@@ -88,6 +88,7 @@ def versions() -> dict[str, str]:
 
 def torch_flags() -> dict[str, Any]:
     """Process-wide settings of torch that change results or speed."""
+    cudnn: Any = torch.backends.cudnn  # torch's annotations lack the newer settings
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -97,7 +98,22 @@ def torch_flags() -> dict[str, Any]:
             [torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))] for device in ("cuda", "cpu")
         ],
         "default_dtype": str(torch.get_default_dtype()),
+        "cudnn": {
+            "allow_tf32": _setting(cudnn, "allow_tf32"),
+            "convolution": _setting(cudnn.conv, "fp32_precision"),
+            "recurrent": _setting(cudnn.rnn, "fp32_precision"),
+            "benchmark": cudnn.benchmark,
+            "deterministic": cudnn.deterministic,
+        },
     }
+
+
+def _setting(owner: Any, name: str) -> Any:
+    """A setting of torch; "mixed" where the older and the newer ones contradict each other, so that reading raises."""
+    try:
+        return getattr(owner, name)
+    except RuntimeError:
+        return "mixed"
 
 
 def key_parts(

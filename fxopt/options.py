@@ -167,7 +167,7 @@ class Options(BaseModel):
     )
     time_limit: Annotated[float, BeforeValidator(_number)] = _field(
         600.0,
-        "Time that tuning one graph may take, compiling included; what is not decided by then is not kept.",
+        "Time that tuning one graph may take, compiling included: no candidate is begun after it.",
         "seconds, more than 0",
         gt=0,
     )

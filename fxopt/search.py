@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxopt import registry
@@ -46,13 +46,15 @@ class Step:
 class Trial:
     """One candidate that was built, found right and timed. `kernel_ns` in `entry` is known.
 
-    idle: passes of its step that found nothing to do.
+    idle: passes of its step that found nothing to do. whole: the trial that this one is a reduction of, as fast as it
+    by what can be told.
     """
 
     passes: list[Pass]
     build: Any
     entry: CandidateReport
     idle: frozenset[str] = frozenset()
+    whole: Trial | None = None
 
 
 Compare = Callable[[CandidateReport, CandidateReport | None], bool]
@@ -209,7 +211,7 @@ class Search:
                 f"{timed.low:.3f} to {timed.high:.3f}, noise {timed.noise:.3f}"
             )
             if loses_nothing:
-                best = trial
+                best = replace(trial, whole=full)
             del trial
 
 

@@ -26,11 +26,17 @@ MOST_FOLDS = 4
 
 
 class SessionBackend(Backend):
-    """The backend under `fxopt.optimize`, which gets recurrent layers to see."""
+    """The backend under `fxopt.optimize`, which gets recurrent layers to see.
+
+    refused: why a graph was left to eager for the sake of one of them.
+    """
+
+    refused: str = ""
 
     def _run(self, gm: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
         layers, refused = rnn.to_operators(gm)
         if refused:
+            self.refused = refused[0]
             report.source = "skipped"
             report.messages.append(f"a graph is left to eager, for the sake of recurrent layers in it: {refused[0]}")
             eager: Callable[..., Any] = gm.forward
@@ -83,7 +89,12 @@ class OptimizedModule(nn.Module):
             compiled_before = self._backend.calls
             try:
                 with torch.no_grad(), tracing.traced() if self._recurrent else contextlib.nullcontext():
-                    return self.__dict__["_compiled"](*args, **kwargs)
+                    result = self.__dict__["_compiled"](*args, **kwargs)
+                if self._recurrent and self._backend.refused:
+                    # Without the layers that cannot be had the rest is compiled, from the next call on.
+                    self._recurrent = False
+                    self._compile()
+                return result
             except StaleWeights as stale:
                 # Code made in this very call, and already called with other weights: modules share it.
                 self._fold_again(str(stale), shared=self._backend.calls > compiled_before)
@@ -91,9 +102,18 @@ class OptimizedModule(nn.Module):
                 # Packed sequences, of which Dynamo knows no fake form in torch 2.11.
                 if not self._recurrent:
                     raise
+                before = self._backend, self.__dict__["_compiled"]
                 self._recurrent = False
-                self.report.messages.append(f"recurrent layers are left to eager, as Dynamo cannot trace them: {error}")
                 self._compile()
+                try:
+                    result = self.forward(*args, **kwargs)
+                except Exception:
+                    # Not for want of tracing: the call is wrong, and the code for right ones stays.
+                    self._backend, self.__dict__["_compiled"] = before
+                    self._recurrent = True
+                    raise
+                self.report.messages.append(f"recurrent layers are left to eager, as Dynamo cannot trace them: {error}")
+                return result
 
     def _fold_again(self, reason: str, shared: bool) -> None:
         self._folds += 1
@@ -149,7 +169,10 @@ def optimize(
     left = tracing.left_to_eager()
     optimized(*args, **kwargs)
     if optimized._backend.calls == 0 or tracing.left_to_eager() > left:
-        optimized.report.eager_modules = eager_modules.measure(optimized, args, kwargs)
+        try:
+            optimized.report.eager_modules = eager_modules.measure(optimized, args, kwargs)
+        except Exception as error:  # for the report only, which a model that cannot be called twice goes without
+            optimized.report.messages.append(f"what is left to eager was not timed: {type(error).__name__}: {error}")
     if optimized._backend.calls == 0:
         message = (
             "no graph of this model reached the compiler, so it runs as before: Dynamo left it to eager (as it does "

@@ -16,7 +16,7 @@ from fxopt import ablation, bisect, measure, memory, rules, verify
 from fxopt.build import Build, Builder
 from fxopt.measure import PairedResult
 from fxopt.options import Options
-from fxopt.registry import Pass, PassReport
+from fxopt.registry import ConfigPass, Pass, PassReport, RuntimePass
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
@@ -30,7 +30,8 @@ class Trials:
 
     gm and inputs are Dynamo's. baseline: what they are compared with, taking all inputs. input_sets: copies to run on,
     which share the inputs at `held`. steady: makes every call of a function do the same. running: what measured code
-    runs in. say: progress. environment: the profile's.
+    runs in. say: progress. environment: the profile's. idle: passes that found nothing to do beside the others, and
+    why.
     """
 
     gm: fx.GraphModule
@@ -48,6 +49,7 @@ class Trials:
     say: Callable[[str], None]
     noise: float = 0.0
     baseline_kernel_ns: float = 0.0
+    idle: dict[str, str] = field(default_factory=dict)
     _alive: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(default_factory=weakref.WeakValueDictionary)
     _for_ablation: list[Build] = field(default_factory=list)
 
@@ -63,9 +65,12 @@ class Trials:
 
     def evaluate(self, step: Step, best: Trial | None) -> Trial | None:
         """The trial of `step`, compared with the best so far; None, with the reason in its report, if it is no use."""
+        gc.collect()  # what lost is full of cycles, and may hold a copy of the weights
+        before = memory.allocated(self.device)
         idle: frozenset[str] = frozenset()
+        failure = ""
         if step.together:
-            step, idle, _held = self._of_use(step)  # builds live only while somebody holds them
+            step, idle, failure, _held = self._of_use(step)  # builds live only while somebody holds them
         entry = CandidateReport(
             "+".join(map(spelled, step.passes)),
             [p.name for p in step.passes],
@@ -77,7 +82,11 @@ class Trials:
         if step.proposal is not None:
             entry.headroom_ns, entry.headroom_by_class = step.proposal.headroom_ns, dict(step.proposal.by_class)
         self.report.candidates.append(entry)
-        build = self._try(step, entry, self.baseline if best is None else self.steady(best.build.fn))
+        if failure:
+            entry.outcome, entry.reason = "failed", f"{failure}; its passes are tried one at a time"
+            self.say(f"{entry.name}: {entry.reason}")
+            return None
+        build = self._try(step, entry, self.baseline if best is None else self.steady(best.build.fn), before)
         what = f"without {step.subject.name}: " if step.removal else ""
         timed = f"{entry.paired.ratio:.2f}x the best so far" if entry.paired is not None else ""
         self.say(f"{what}{entry.name}: {entry.reason or timed}")
@@ -87,35 +96,34 @@ class Trials:
             self._for_ablation.append(build)
         return Trial(list(step.passes), build, entry, idle)
 
-    def _of_use(self, step: Step) -> tuple[Step, frozenset[str], Build | None]:
-        """`step` without the passes that fail or find nothing to do, the latter's names, and the code of what is left.
-
-        What was found idle is in the report.
+    def _of_use(self, step: Step) -> tuple[Step, frozenset[str], str, Build | None]:
+        """`step` without the passes that fail or find nothing to do, the latter's names, and the code of what is left;
+        or why it cannot be compiled. Which of them it was shows when they are tried one at a time.
         """
-        build = None
         passes = list(step.passes)
+        idle: dict[str, str] = {}
         try:
             with phase(self.report, "compile candidates"):
-                while passes:
+                while True:
                     build = self.build(passes)
                     failed = {r.name for r in build.reports if r.error or (r.matched and not r.changed)}
-                    if not failed:
+                    resting = {r.name: r for r in build.reports if not _at_work(r) and r.name not in failed}
+                    idle |= {name: _why_idle(r) for name, r in resting.items()}
+                    gone = failed | resting.keys()
+                    left = [p for p in passes if p.name not in gone and not failed & set(p.needs)]
+                    if not left:
+                        return step, frozenset(), f"none of its passes is of use: {', '.join(sorted(gone))}", None
+                    if not failed and all(_left_no_trace(p) for p in passes if p.name in resting):
                         break
-                    passes = [p for p in passes if p.name not in failed and not failed & set(p.needs)]
-        except Exception as error:  # which of them it was shows when they are tried one at a time
-            self.say(f"together: {type(error).__name__}: {error}")
-            return step, frozenset(), None
-        if build is None or not passes:
-            return step, frozenset(), None
-        # One that found nothing changed nothing: the code is that of the others.
-        idle = {r.name: r for r in build.reports if not _at_work(r)}
-        if len(idle) == len(passes):
-            return step, frozenset(), build
-        self.report.out_of_reach += [f"{name}: found nothing to do: {_why_idle(r)}" for name, r in idle.items()]
-        passes = [p for p in passes if p.name not in idle]
-        reports = [r for r in build.reports if r.name not in idle]
-        build = self.hold(replace(build, passes=passes, reports=reports))
-        return replace(step, passes=tuple(passes), subject=passes[-1]), frozenset(idle), build
+                    passes = left
+        except Exception as error:
+            if self.options.on_error == "raise":
+                raise
+            return step, frozenset(), f"{type(error).__name__}: {error}", None
+        self.idle |= idle
+        if resting:
+            build = self.hold(replace(build, passes=left, reports=[r for r in build.reports if r.name not in resting]))
+        return replace(step, passes=tuple(left), subject=left[-1]), frozenset(idle), "", build
 
     def build(self, passes: Sequence[Pass]) -> Build:
         """Code with `passes`, in order: the one that is there already, if anybody still holds it."""
@@ -127,11 +135,9 @@ class Trials:
         self._alive[_key(build.passes)] = build
         return build
 
-    def _try(self, step: Step, entry: CandidateReport, current: Callable[..., Any]) -> Build | None:
+    def _try(self, step: Step, entry: CandidateReport, current: Callable[..., Any], before: int) -> Build | None:
         report = self.report
         try:
-            gc.collect()  # what lost is full of cycles, and may hold a copy of the weights
-            before = memory.allocated(self.device)
             with phase(report, "compile candidates"):
                 build = self.build(step.passes)
             entry.reports, entry.compile_seconds = build.reports, build.seconds
@@ -304,6 +310,17 @@ def spelled(p: Pass) -> str:
 
 def _key(passes: Sequence[Pass]) -> tuple[str, ...]:
     return tuple(f"{p.name} {p.fingerprint()}" for p in passes)
+
+
+def _left_no_trace(p: Pass) -> bool:
+    """Whether the code is what it would be without `p`, which found nothing to do.
+
+    An option that took no effect that can be counted may still have changed the code, and a context in which it was
+    compiled may have, too.
+    """
+    if isinstance(p, RuntimePass):
+        return type(p).compiling is RuntimePass.compiling
+    return not isinstance(p, ConfigPass)
 
 
 def _at_work(report: PassReport) -> bool:

@@ -324,8 +324,16 @@ class Tuner:
             expired=self._expired,
             needs=proposals.needs,
         ).run(first)
-        if best is None or not trials.confirm(best):
+        kept = {p.name for p in best.passes} if best is not None else set()
+        report.out_of_reach += [
+            f"{name}: found nothing to do: {why}" for name, why in trials.idle.items() if name not in kept
+        ]
+        if best is not None and not trials.confirm(best):
+            # What was dropped may have cost the little by which the whole set is faster.
+            best = best.whole if best.whole is not None and trials.confirm(best.whole) else None
+        if best is None:
             return None
+        best.entry.outcome = "kept"
         report.decision = "candidate"
         report.verdict = best.entry.verdict
         # The kept candidate is the last one listed, whatever was tried after it.

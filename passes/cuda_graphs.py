@@ -54,6 +54,8 @@ class CudaGraphs(RuntimePass):
             if isinstance(value, torch.Tensor):
                 if value.device != context.device:
                     return f"input {position} is on {value.device}, the graph on {context.device}"
+                if position not in context.static and _overlaps_itself(value):
+                    return f"input {position} holds one element in several places, which nothing can be copied into"
             elif not isinstance(value, (int, float, bool, type(None))):
                 return f"input {position} is a {type(value).__name__}"
         places = {i: _place(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
@@ -83,6 +85,13 @@ class MovedMetadata(RuntimeError):
 def _place(value: torch.Tensor) -> int:
     """Address of the memory that a tensor is part of; 0 where it has none of its own."""
     return value.untyped_storage().data_ptr() if value.layout is torch.strided else 0
+
+
+def _overlaps_itself(value: torch.Tensor) -> bool:
+    """Whether two elements lie in one place: an expanded tensor."""
+    return value.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(value.size(), value.stride(), strict=True)
+    )
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,8 @@ _BF16X3_ERROR, _FP16_ERROR = 1e-5, 5e-4
 _WHOLE_ROW, _BLOCK = 1024, 128
 #: below this many elements a side, a tensor core's tile is mostly padding
 _LEAST = 16
+#: CUDA's limit for the third dimension of a grid
+_MOST_BATCH = 65535
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class SplitPrecisionGemm(GraphPass):
                 yield Candidate(node.name, f"operands are on {a.device.type}, the graph on {context.device.type}")
             elif not all(isinstance(size, int) for size in sizes):
                 yield Candidate(node.name, "sizes are symbolic")
+            elif a.dim() == 3 and a.shape[0] > _MOST_BATCH:
+                yield Candidate(node.name, f"{a.shape[0]} products are more than a grid has room for")
             elif min(sizes[-3:]) < _LEAST:
                 yield Candidate(node.name, f"a side has {min(sizes[-3:])} elements: most of a tile would be padding")
             elif node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:

@@ -91,13 +91,14 @@ def rounded_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, scale) of an fp32 tensor [..., K] for one product with TF32's eleven bits: fp16 [..., K], fp32 [..., 1].
 
     The scale looks at finite elements alone; Inf and NaN stay what they are. An element below 2^-29 of its row's
-    largest becomes a subnormal, with fewer bits, and one below 2^-40 of it zero.
+    largest becomes a subnormal, with fewer bits, and one below 2^-40 of it zero. Rows whose largest is beyond 2^80 or
+    below 2^-80 are scaled as for these, and so may overflow or vanish.
     """
-    magnitude = x.abs()
-    finite = (magnitude < math.inf).to(torch.int32)
-    largest = (magnitude.view(torch.int32) * finite).view(torch.float32).amax(-1, keepdim=True)
-    held = ((largest >= _LEAST) & (largest < _MOST)).to(torch.int32)
-    scale = (_rebased(largest) * held + (1 - held) * _ONE).view(torch.float32)
+    magnitude = x.abs().view(torch.int32)
+    finite = (magnitude < 0x7F800000).to(torch.int32)
+    # The exponent of the row's largest, within what the product's own scaling has room for.
+    exponent = ((magnitude * finite).view(torch.float32).amax(-1, keepdim=True).view(torch.int32) >> 23)
+    scale = ((268 - exponent.clamp_min(127 - 80).clamp_max(127 + 80)) << 23).view(torch.float32)
     return (x * scale).to(torch.float16), scale
 
 

@@ -296,8 +296,24 @@ def compile_graph(
         frozen=frozenset(range(len(inputs))) - frozenset(kept) if kept is not None else frozenset(),
         scope=scope,
         placeholders=_count_placeholders(seen.post_grad),
-        constants=dict(getattr(graph, "constants", None) or {}),
+        constants=_constants(graph),
     )
+
+
+def _constants(graph: Any) -> dict[str, torch.Tensor]:
+    """The tensors that compiled code holds: its constants, and weights that were frozen or folded, which Inductor keeps
+    on the module that it generated.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    found = dict(getattr(graph, "constants", None) or {})
+    key = getattr(graph, "cache_key", None)
+    holders = [m for m in PyCodeCache.modules if key is not None and getattr(m, "key", None) == key]
+    for name in getattr(graph, "frozen_param_names", None) or {}:
+        for module in holders[-1:]:
+            if isinstance(getattr(module, name, None), torch.Tensor):
+                found[name] = getattr(module, name)
+    return found
 
 
 def _count_placeholders(gm: fx.GraphModule | None) -> int | None:

@@ -224,7 +224,7 @@ class Choices:
 
 def _sound(found: Any) -> bool:
     """Whether this is a time, or a tile and a time."""
-    return isinstance(found, list) and len(found) in (1, 7) and all(float(value) > 0 for value in found)
+    return isinstance(found, list) and len(found) in (1, 7) and all(0 < float(v) < math.inf for v in found)
 
 
 @functools.cache
@@ -290,8 +290,10 @@ def _time(call: Callable[[int], Any], calls: int = 16) -> float:
     """Microseconds a call, back to back in a CUDA graph so that no launch is waited for."""
     call(0)
     torch.cuda.synchronize()
+    from fxopt.torch_api.cuda import cublas_workspaces_of_a_capture
+
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with cublas_workspaces_of_a_capture(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(calls):
             call(i)
     times = []

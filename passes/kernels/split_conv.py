@@ -12,6 +12,7 @@ bits, and the whole tile is computed by fp32 multiply-adds.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,32 +164,34 @@ def launch(
     terms = 1 if x_low is None else 3
     chosen = config or choose(pixels, outputs, channels, terms)
     grid = (triton.cdiv(pixels, chosen.pixels) * triton.cdiv(outputs, chosen.outputs),)
-    return kernel[grid](
-        x_high.view(torch.float16),
-        (x_high if x_low is None else x_low).view(torch.float16),
-        x_scale,
-        w_high.view(torch.float16),
-        (w_high if w_low is None else w_low).view(torch.float16),
-        w_scale,
-        w_scale if bias is None else bias,
-        out,
-        pixels,
-        height,
-        width,
-        out_height,
-        out_width,
-        outputs,
-        *stride,
-        *padding,
-        *dilation,
-        CHANNELS=channels,
-        KERNEL_H=window[0],
-        KERNEL_W=window[1],
-        TERMS=terms,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=chosen.pixels,
-        BLOCK_N=chosen.outputs,
-        BLOCK_K=chosen.channels,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
-    )
+    on_device = torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext()
+    with on_device:
+        return kernel[grid](
+            x_high.view(torch.float16),
+            (x_high if x_low is None else x_low).view(torch.float16),
+            x_scale,
+            w_high.view(torch.float16),
+            (w_high if w_low is None else w_low).view(torch.float16),
+            w_scale,
+            w_scale if bias is None else bias,
+            out,
+            pixels,
+            height,
+            width,
+            out_height,
+            out_width,
+            outputs,
+            *stride,
+            *padding,
+            *dilation,
+            CHANNELS=channels,
+            KERNEL_H=window[0],
+            KERNEL_W=window[1],
+            TERMS=terms,
+            HAS_BIAS=bias is not None,
+            BLOCK_M=chosen.pixels,
+            BLOCK_N=chosen.outputs,
+            BLOCK_K=chosen.channels,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )

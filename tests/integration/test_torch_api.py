@@ -94,9 +94,11 @@ def test_frozen_code_takes_the_other_inputs_and_gives_the_same_numbers():
     def body(gm, inputs):
         compiled = inductor.compile_graph(gm, inputs, patches={}, freeze=dynamo.static_inputs(gm, inputs), capture=True)
         with dynamo.outside_tracing():
-            return compiled.placeholders, compiled.kept, compiled.flat(inputs)(*inputs)[0], len(inputs)
+            held = sorted(tuple(value.shape) for value in compiled.constants.values())
+            return compiled.placeholders, compiled.kept, compiled.flat(inputs)(*inputs)[0], len(inputs), held
 
-    placeholders, kept, output, count = in_backend(model, x, body=body)
+    placeholders, kept, output, count, held = in_backend(model, x, body=body)
+    assert {(32, 16), (16, 32)} & set(held), "the weights that it holds are seen, packed ones beside them"
     assert placeholders == len(kept) == 1
     assert count == 6
     torch.testing.assert_close(output, model(x).detach())

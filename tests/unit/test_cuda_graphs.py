@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,14 @@ def test_an_input_that_shares_memory_with_a_written_one_is_refused():
     result = testing.run(GraphsOnCpu(), graph, inputs=[base[:2], base[2:]])
     assert result.report.refused == (("graph", "input 1 shares memory with input 0, which the code writes to"),)
     assert testing.run(GraphsOnCpu(), graph, inputs=[torch.zeros(2), torch.zeros(2)]).changed
+
+
+def test_an_expanded_input_is_refused():
+    fixed, expanded = torch.ones(3, 4), torch.ones(4).expand(3, 4)
+    graph, p = SimpleNamespace(mutated=frozenset()), GraphsOnCpu()
+    assert p.refuse(graph, [fixed, fixed], testing.context(p)) == ""
+    assert "several places" in p.refuse(graph, [fixed, expanded], testing.context(p))
+    assert p.refuse(graph, [fixed, expanded], testing.context(p, static=frozenset({1}))) == "", "it is used where it is"
 
 
 def test_random_numbers_and_other_kinds_of_inputs_are_refused():

@@ -207,11 +207,18 @@ def test_infinities_and_nan_stay_and_do_not_touch_the_scale_of_their_neighbours(
     assert within(back[finite], x[finite], 2.0**-11)
 
 
-def test_rows_of_nothing_finite_and_of_zeros_have_the_scale_one():
+def test_rows_of_nothing_finite_and_of_zeros_stay_what_they_are():
     x = torch.tensor([[math.inf, math.nan], [0.0, -0.0]])
     found, scale = rounded_once(x)
-    assert scale.flatten().tolist() == [1.0, 1.0]
+    assert scale.isfinite().all()
     assert torch.equal(found[1].float(), x[1]) and found[0, 0] == math.inf and found[0, 1].isnan()
+
+
+@pytest.mark.parametrize("size", [2.0**-79, 1e-20, 1e23, 2.0**79])
+def test_rows_far_from_one_are_scaled_all_the_same(size):
+    x = values(4, 64) * size
+    found, scale = rounded_once(x)
+    assert within((found.double() / scale.double()).float(), x, 2.0**-11 * 1.01)
 
 
 # ---------------------------------------------------------------- bf16 parts
