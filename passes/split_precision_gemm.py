@@ -3,8 +3,8 @@
 Answers tensor_core_idle. The operands of each labelled product are split into 16-bit parts, and the parts multiplied on
 the tensor cores (`passes.split_products`). What a product costs and how accurate it is depends on `method`:
 
-    fp16x3   three products of scaled fp16 parts, summed in fp32 registers: a third of cuBLAS fp32's own error, for any
-             input; NaN and Inf where fp32 has them. Class fp32
+    fp16x3   three products of scaled fp16 parts, summed in fp32 registers: a third of cuBLAS fp32's own error on
+             normally distributed numbers, and NaN and Inf where fp32 has them. Class fp32
     bf16x3   three products of bf16 parts in one call of cuBLAS: 16 bits, an error of 5e-6. Error budgets from 1e-5 on,
              for those products where it measures faster; fp16x3 for the others
     fp16     one product of scaled fp16 operands: TF32's eleven bits at twice its rate. Classes tf32 and bf16
