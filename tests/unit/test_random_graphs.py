@@ -268,7 +268,7 @@ class Bias:
     share: float
     make: Callable[[], Pass] | None = None
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    quick: int = 500
+    quick: int = 200
 
 
 def packed_linear(d: testing.Draft) -> testing.Value:
