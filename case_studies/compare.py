@@ -28,6 +28,7 @@ from typing import Any
 from case_studies import columns, show
 from case_studies.comparison import How, compare_workload
 from case_studies.workloads import COMPARED
+from profiler_core.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("fxopt", "passes", "profiler_core")
@@ -129,11 +130,8 @@ class Store:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """A JSON list with a row a line. Replaced as a whole: a run that is stopped leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = "[\n" + ",\n".join(json_format.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
-    partial = path.with_suffix(".part")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, text)
 
 
 # ---- one process a workload ----

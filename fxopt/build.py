@@ -23,6 +23,11 @@ from fxopt.registry import ConfigPass, Configuration, GraphPass, Pass, PassConte
 from fxopt.torch_api import inductor
 
 
+def at_work(report: PassReport) -> bool:
+    """Whether a pass did something, or would have but for a bisection's limit."""
+    return bool(report.rewritten) or any(bisect.is_limit(reason) for _, reason in report.refused)
+
+
 @dataclass
 class Build:
     """Compiled code and how it came about. `fn` takes all of Dynamo's inputs."""
@@ -50,7 +55,7 @@ class Build:
     @property
     def effective(self) -> bool:
         """Whether every pass did something, or would have but for a bisection's limit."""
-        return all(r.rewritten or any(bisect.is_limit(reason) for _, reason in r.refused) for r in self.reports)
+        return all(map(at_work, self.reports))
 
     @property
     def memory_bytes(self) -> int:

@@ -63,17 +63,11 @@ def unit_rate(dtype: str, ceilings: Ceilings, budget: Budget) -> float:
     if dtype != "float32":
         return rates.get(dtype, max(rates.values()))
     units = [rates.get("float32", 0.0), rates.get("float16", 0.0) / PRODUCTS]
-    units += [rates.get(name, 0.0) for name, needed in _NARROWER.items() if _admits(budget, needed)]
+    units += [rates.get(name, 0.0) for name, needed in _NARROWER.items() if budget.allows(needed, ROUNDOFF[needed])]
     return max(units) or max(rates.values())
 
 
 _NARROWER = {"tf32": Precision.TF32, "bfloat16": Precision.BF16}
-
-
-def _admits(budget: Budget, needed: Precision) -> bool:
-    if budget.max_rel_l2 is not None:
-        return ROUNDOFF[needed] <= budget.max_rel_l2
-    return budget.precision.allows(needed)
 
 
 def _dtype(node: fx.Node) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxopt import ablation, bisect, measure, memory, rules, verify
-from fxopt.build import Build, Builder
+from fxopt import ablation, measure, memory, rules, verify
+from fxopt.build import Build, Builder, at_work
 from fxopt.measure import PairedResult
 from fxopt.options import Options
 from fxopt.registry import ConfigPass, Pass, PassReport, RuntimePass
@@ -107,7 +107,7 @@ class Trials:
                 while True:
                     build = self.build(passes)
                     failed = {r.name for r in build.reports if r.error or (r.matched and not r.changed)}
-                    resting = {r.name: r for r in build.reports if not _at_work(r) and r.name not in failed}
+                    resting = {r.name: r for r in build.reports if not at_work(r) and r.name not in failed}
                     idle |= {name: _why_idle(r) for name, r in resting.items()}
                     gone = failed | resting.keys()
                     left = [p for p in passes if p.name not in gone and not failed & set(p.needs)]
@@ -323,15 +323,10 @@ def _left_no_trace(p: Pass) -> bool:
     return not isinstance(p, ConfigPass)
 
 
-def _at_work(report: PassReport) -> bool:
-    """Whether the pass did something, or would have but for a bisection's limit."""
-    return bool(report.rewritten) or any(bisect.is_limit(reason) for _, reason in report.refused)
-
-
 def _why_idle(report: PassReport) -> str:
     return report.refused[0][1] if report.refused else "no candidate"
 
 
 def _idle(build: Build) -> str:
-    idle = next(r for r in build.reports if not _at_work(r))
+    idle = next(r for r in build.reports if not at_work(r))
     return f"{idle.name} found nothing to do: {_why_idle(idle)}"

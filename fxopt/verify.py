@@ -87,10 +87,10 @@ class Budget:
     max_rel_l2: float | None = None
     multiple: float = 4.0
 
-    def allows(self, needed: Precision) -> bool:
-        """Whether a pass of class ``needed`` may run. With a numeric budget every pass may: the measured
-        error decides."""
-        return self.max_rel_l2 is not None or self.precision.allows(needed)
+    def allows(self, needed: Precision, error: float = 0.0) -> bool:
+        """Whether a pass of class ``needed`` may run. With a numeric budget every pass may, for the measured
+        error decides, but one that is known to be off by ``error`` or more, where that is too much."""
+        return self.precision.allows(needed) if self.max_rel_l2 is None else error <= self.max_rel_l2
 
     def limit(self, baseline_error: float, floor: float = FP32_FLOOR) -> float:
         """Relative L2 error allowed for an output that the baseline computes with ``baseline_error``."""

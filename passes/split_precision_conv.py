@@ -92,8 +92,8 @@ def split_conv(
     marked = (w_scale.reshape(-1) == 0).expand_as(out)
     fp32 = x_low is not None and w_low is not None and bool((x_scale == 0).any() or (w_scale == 0).any())
     if fp32:
-        x_true = pad(_true(x_high, x_low, x_scale), border)  # type: ignore[arg-type]
-        w_true = _true(w_high, w_low, w_scale).reshape(outputs, -1, channels).permute(1, 2, 0)  # type: ignore[arg-type]
+        x_true = pad(split_products.joined(x_high, x_low, x_scale), border)  # type: ignore[arg-type]
+        w_true = split_products.joined(w_high, w_low, w_scale).reshape(outputs, -1, channels).permute(1, 2, 0)  # type: ignore[arg-type]
     for place in range(window[0] * window[1]):
         top, left = place // window[1] * dilation[0], place % window[1] * dilation[1]
         rows = slice(top, top + (heights - 1) * stride[0] + 1, stride[0])
@@ -108,13 +108,6 @@ def split_conv(
     total = total / torch.where(w_scale == 0, 1.0, w_scale).reshape(-1)
     result = torch.where(marked, exact, total) if fp32 else total
     return result if bias is None else result + bias
-
-
-def _true(high: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers that planes hold."""
-    bits = (high.to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)
-    parts = high.view(torch.float16).float() + low.view(torch.float16).float() * _LOW
-    return torch.where(scale == 0, bits.view(torch.float32), parts / scale)
 
 
 def _empty(
@@ -162,9 +155,7 @@ class SplitPrecisionConv(GraphPass):
 
     def variants(self, context: PassContext) -> Sequence[Pass]:
         """One product first, where the budget may bear it: the measured error decides."""
-        limit = context.budget.max_rel_l2
-        coarse = context.budget.allows(Precision.TF32) if limit is None else limit >= 1e-3
-        return (replace(self, terms=1), self) if coarse else (self,)
+        return (replace(self, terms=1), self) if context.budget.allows(Precision.TF32, 1e-3) else (self,)
 
     def applicable(self, context: PassContext) -> str:
         if "float16" not in context.matrix_units:

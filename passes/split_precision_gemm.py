@@ -170,12 +170,10 @@ class SplitPrecisionGemm(GraphPass):
 def _allowed(method: str, context: PassContext) -> bool:
     """Whether the precision asked for leaves room for the method's error."""
     budget = context.budget
-    if method == "fp16x3":
-        return True
-    if budget.max_rel_l2 is not None:
-        return budget.max_rel_l2 >= (_BF16X3_ERROR if method == "bf16x3" else _FP16_ERROR)
-    # A class that allows TF32 has no use for what is slower and more accurate.
-    return method == "fp16" and budget.allows(Precision.TF32)
+    if method == "bf16x3":
+        # For a number only: a class that allows TF32 has no use for what is slower and more accurate.
+        return budget.max_rel_l2 is not None and budget.allows(Precision.TF32, _BF16X3_ERROR)
+    return method == "fp16x3" or budget.allows(Precision.TF32, _FP16_ERROR)
 
 
 def _is_row(added: torch.Tensor, n: int) -> bool:

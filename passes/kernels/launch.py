@@ -107,7 +107,7 @@ def gemm(
             a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out, m, n, k, shares, blocks, *between,
             a_hi.stride(-2), a_hi.stride(-1), b_hi.stride(-2), b_hi.stride(-1),
             BM=bm, BN=bn, BK=bk, BLOCK=block, BLOCKS=padded, TERMS=1 if a_lo is None else 3,
-            PROMOTE=a_lo is not None, EVEN_K=k % bk == 0, HAS_BIAS=has_bias, GROUP=8, num_warps=warps,
+            EVEN_K=k % bk == 0, HAS_BIAS=has_bias, GROUP=8, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
 
@@ -151,9 +151,8 @@ def options(product: Product, multiprocessors: int, hopper: bool = False) -> lis
     K is shared out where the tiles alone leave multiprocessors without work.
     """
     found: list[tuple[float, Tile]] = []
-    of_chip = SINGLE_TILES if product.terms == 1 else HOPPER_TILES if hopper else TILES
-    if hopper and product.terms == 3 and (product.batch > 1 or product.k % 8):
-        of_chip = TILES
+    fetchable = hopper and product.batch == 1 and product.k % 8 == 0
+    of_chip = SINGLE_TILES if product.terms == 1 else HOPPER_TILES if fetchable else TILES
     for bm, bn, bk, _, warps, stages in of_chip:
         if bm > 2 * max(product.m, 32) or bn > 2 * max(product.n, 32):
             continue  # mostly padding
@@ -243,7 +242,7 @@ def measure_tiles(product: Product, device: torch.device) -> list[float]:
         lead = [p.batch] if p.batch > 1 else []
         a, b = _random([*lead, p.m, p.k], device), _random([*lead, p.n, p.k], device)
         copies = _copies(b)
-        scales = [torch.ones(*lead, p.m, max(1, p.k // p.block if p.block else 1), device=device)]
+        scales = [torch.ones(*lead, p.m, p.k // p.block if p.block else 1, device=device)]
         scales.append(torch.ones(*lead, p.n, 1, device=device))
         for tile in options(p, multiprocessors(device), has_hopper(device))[:7]:
             out = torch.empty(p.batch, tile[3], p.m, p.n, device=device)

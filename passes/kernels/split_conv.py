@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from passes.kernels.split_gemm import decoded
+
 __all__ = ["Config", "choose", "kernel", "launch"]
 
 
@@ -51,20 +53,6 @@ def choose(pixels: int, outputs: int, channels: int, terms: int) -> Config:
             return Config(128, across, step, 4, 2 if step == 64 else 4)
         return Config(128, across, step, 4 if across == 32 else 8, 3 if across == 32 else 4)
     return Config(64, across, step, 4, 3 if terms == 3 else 4)
-
-
-@triton.jit
-def _as_fp32(high, low, scale):
-    """Values of a row in units of 1/scale, or, where the scale is 0, the fp32 numbers whose bits the planes hold."""
-    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
-    parts = high.to(tl.float32) + low.to(tl.float32) * 0.00048828125
-    return tl.where(scale == 0.0, bits.to(tl.float32, bitcast=True), parts)
-
-
-@triton.jit
-def _inverse(scale):
-    """1/scale, exact for a power of two between 2^-126 and 2^126; 1 where the scale is 0."""
-    return tl.where(scale == 0.0, 1.0, 1.0 / scale)
 
 
 @triton.jit
@@ -135,9 +123,8 @@ def kernel(
             xl = tl.load(x_low + at, mask=inside, other=0.0)
             wh = tl.load(w_high + cols * depth + k, mask=cols < outputs, other=0.0)
             wl = tl.load(w_low + cols * depth + k, mask=cols < outputs, other=0.0)
-            value = _as_fp32(xh, xl, x_s) * _inverse(x_s)
             # Both in their own units, where a product overflows only if fp32's does.
-            total += value[:, None] * (_as_fp32(wh, wl, w_s) * _inverse(w_s))[None, :]
+            total += decoded(xh, xl, x_s)[:, None] * decoded(wh, wl, w_s)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + cols, mask=cols < outputs, other=0.0)[None, :]
     tl.store(out + rows[:, None] * outputs + cols[None, :], total, mask=real[:, None] & (cols < outputs)[None, :])

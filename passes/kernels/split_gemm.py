@@ -42,7 +42,7 @@ def summed(
     a_hi, a_lo, a_scale, b_hi, b_lo, tile_m, tile_n, begin, end, M, N, K, blocks,
     stride_am, stride_ak, stride_bn, stride_bk,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
+    TERMS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """The tile's sum over the steps from `begin` to `end` of BK elements each, times the scales that are left."""
     m = tl.minimum(tile_m * BM + tl.arange(0, BM), M - 1)  # rows past the end are the last one, and never written
@@ -78,17 +78,13 @@ def summed(
             if TERMS == 3:
                 main += tl.dot(ah, bl, tl.dot(al, bh)) * LOW
             total += main * (1.0 / tl.where(scale == 0, 1.0, scale))[:, None]
-        elif PROMOTE:
+        elif TERMS == 3:
             # A non-zero max_num_imprecise_acc keeps Triton from folding the sum into the tensor core's accumulator.
             main = tl.dot(ah, bh, max_num_imprecise_acc=BK)
-            if TERMS == 3:
-                corr = tl.dot(al, bh, corr)
-                corr = tl.dot(ah, bl, corr)
+            corr = tl.dot(al, bh, corr)
+            corr = tl.dot(ah, bl, corr)
             total += main
         else:
-            if TERMS == 3:
-                corr = tl.dot(al, bh, corr)
-                corr = tl.dot(ah, bl, corr)
             total = tl.dot(ah, bh, total)
         ah_at += BK * stride_ak
         bh_at += BK * stride_bk
@@ -168,7 +164,7 @@ def split_gemm(
     M, N, K, shares, blocks, batch_a, batch_b,
     stride_am, stride_ak, stride_bn, stride_bk,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    TERMS: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TERMS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[batch, s, M, N] = the s-th share along K of (a / a_scale) @ (b / b_scale)^T + bias; a is [M, K], b [N, K].
@@ -176,7 +172,7 @@ def split_gemm(
     Grid: (tiles of M x N, shares, batch). batch_a, batch_b: elements between matrices, 0 where all share one.
     a_scale is [batch, M, blocks], one for each BLOCK elements along K (BLOCK a multiple of BK; BLOCKS the power of two
     from `blocks` on), or one a row (BLOCK 0, blocks 1); b_scale is [batch, N]. TERMS 3, or 1 for hi @ hi alone.
-    PROMOTE 0 leaves the sums to the tensor core.
+    A single product of whole rows leaves the sums to the tensor core.
     """
     split = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -195,7 +191,7 @@ def split_gemm(
     end = min(begin + per_split, steps)
     total = summed(
         a_hi, a_lo, a_scale, b_hi, b_lo, tile_m, tile_n, begin, end, M, N, K, blocks,
-        stride_am, stride_ak, stride_bn, stride_bk, BM, BN, BK, BLOCK, TERMS, PROMOTE, EVEN_K,
+        stride_am, stride_ak, stride_bn, stride_bk, BM, BN, BK, BLOCK, TERMS, EVEN_K,
     )  # fmt: skip
     finish(
         total, a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out + (batch * shares + split) * M * N,
