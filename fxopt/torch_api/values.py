@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import snapshot_fake
+from torch.fx.experimental.proxy_tensor import _should_save_eager_input_vals, snapshot_fake
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings, rebind_unbacked, statically_known_true
 
 __all__ = ["CannotEvaluate", "equal", "equal_metadata", "fake_mode", "fill", "recompute"]
@@ -53,7 +53,20 @@ def fill(graph: fx.Graph, new: Iterable[fx.Node]) -> None:
             if node.op == "get_attr":
                 _attribute(node, None, mode)
             else:
-                _evaluate(node, {source: _known(source) for source in node.all_input_nodes}, mode)
+                known = {source: _known(source) for source in node.all_input_nodes}
+                _evaluate(node, known, mode)
+                _demand_strides(node, known)
+
+
+def _demand_strides(node: fx.Node, known: dict[fx.Node, Any]) -> None:
+    """Make Inductor hand `node`'s operator its arguments in the strides that they have in the graph.
+
+    Tracing notes them for each operator that needs exact strides, which is every custom one that says nothing else.
+    Where the note is missing, Inductor lays the arguments out as suits it (a convolution's neighbours in channels-last,
+    say), and an operator that takes them for contiguous computes nonsense.
+    """
+    if "eager_input_vals" not in node.meta and _should_save_eager_input_vals(node.target):
+        node.meta["eager_input_vals"] = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
 
 
 def _known(node: fx.Node) -> Any:

@@ -144,7 +144,10 @@ def launch(
     """Fill `out` [batch, out_height, out_width, outputs] from (high, low, scale) of both operands; without low planes
     one product is made, else three. See `kernel` for shapes. Returns what Triton compiled.
     """
-    (x_high, x_low, x_scale), (w_high, w_low, w_scale) = x, w
+    # Whoever calls the operator: the kernel reads all of them densely.
+    (x_high, x_low, x_scale), (w_high, w_low, w_scale) = (
+        tuple(None if part is None else part.contiguous() for part in operand) for operand in (x, w)
+    )
     _, height, width, channels = x_high.shape
     batch, out_height, out_width, outputs = out.shape
     pixels = batch * out_height * out_width

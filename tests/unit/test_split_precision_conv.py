@@ -19,6 +19,7 @@ from fxopt.registry import Stage
 from fxopt.torch_api import inductor
 from fxopt.torch_api.inductor import lowers
 from fxopt.verify import FP32_FLOOR, Precision
+from passes import split_precision_conv
 from passes.split_precision_conv import SplitPrecisionConv, split_rows
 
 SPLIT: Any = torch.ops.fxopt.split_conv.default
@@ -285,3 +286,30 @@ def test_one_product_is_offered_where_the_budget_may_bear_it(precision, terms):
     offered = SplitPrecisionConv().variants(testing.context(SplitPrecisionConv(), precision=precision))
     assert [p.terms for p in offered] == terms
     assert all(p.precision is Precision.FP32 for p in offered)
+
+
+def test_inductor_hands_the_planes_over_as_the_kernel_reads_them(fresh_dynamo, monkeypatch):
+    """Beside a depthwise convolution, where Inductor would rather have channels-last strides."""
+    seen: list[bool] = []
+
+    def spy(x, w, *geometry):
+        if type(x) is torch.Tensor:
+            seen.append(x.is_contiguous() and w.is_contiguous())
+        return empty(x, w, *geometry)
+
+    empty = split_precision_conv._empty
+    monkeypatch.setattr(split_precision_conv, "_empty", spy)
+    depthwise = [(nn.Conv2d(n, n, 3, padding=1, groups=n), nn.BatchNorm2d(n), nn.ReLU()) for n in (32, 64)]
+    pointwise = [(nn.Conv2d(n, 96 - n, 1), nn.BatchNorm2d(96 - n), nn.ReLU()) for n in (32, 64)]
+    model = nn.Sequential(*depthwise[0], *pointwise[0], *depthwise[1], *pointwise[1]).eval()
+    x = values(2, 32, 12, 12)
+    gm, inputs = dynamo_graph(model, x)
+    labels = testing.labels(testing.capture(model, x), "tensor_core_idle")
+    slot = SlotPass([OnCpu()], testing.context(OnCpu(), labels=labels), Stage.JOINT)
+    with torch.no_grad():
+        compiled = inductor.compile_graph(gm, inputs, patches={}, slots={"joint": slot}, caches=False)
+        (out,) = compiled.flat(inputs)(*inputs)
+        exact = model.double()(x.double())
+    assert [report.rewritten for report in slot.reports] == [2], slot.reports
+    assert seen == [True, True]
+    assert error(out, exact) <= FP32_FLOOR
