@@ -18,8 +18,18 @@ from fxopt import bisect
 from fxopt.bisect import Bisection
 from fxopt.dump import Dumper
 from fxopt.fingerprints import canonical
-from fxopt.manager import SlotPass, consider
-from fxopt.registry import ConfigPass, Configuration, GraphPass, Pass, PassContext, PassReport, RuntimePass, Stage
+from fxopt.manager import SlotPass, consider, no_candidates
+from fxopt.registry import (
+    ConfigPass,
+    Configuration,
+    GraphPass,
+    Pass,
+    PassContext,
+    PassReport,
+    RuntimePass,
+    Stage,
+    order,
+)
 from fxopt.torch_api import inductor
 
 
@@ -28,14 +38,23 @@ def at_work(report: PassReport) -> bool:
     return bool(report.rewritten) or any(bisect.is_limit(reason) for _, reason in report.refused)
 
 
+def why_idle(report: PassReport) -> str:
+    return report.refused[0][1] if report.refused else "no candidate"
+
+
 @dataclass
 class Build:
-    """Compiled code and how it came about. `fn` takes all of Dynamo's inputs."""
+    """Compiled code and how it came about. `fn` takes all of Dynamo's inputs.
+
+    entered: by stage, the graph as each of its passes found it, by name, and under "" as the last one left it; nothing
+    for a stage whose passes did not run, or ran on several graphs.
+    """
 
     passes: list[Pass]
     fn: Callable[..., Any]
     compiled: inductor.Compiled
     reports: list[PassReport] = field(default_factory=list)
+    entered: dict[Stage, dict[str, fx.Graph]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -76,7 +95,8 @@ class Builder:
     patches: the Inductor options common to all. reports: where reports are kept for compilations that a cache serves
     (no pass body runs then), or None. check_weights: whether frozen code looks at the contents of its weights.
     dumper: where each graph is written before and after each pass. bisection: counts the rewrites, and may deny some.
-    With either of them the caches are passed by, for the passes must run.
+    With either of them the caches are passed by, for the passes must run. record: whether builds remember the graphs
+    that passes met, for `idle`.
     """
 
     gm: fx.GraphModule
@@ -87,6 +107,7 @@ class Builder:
     check_weights: bool = True
     dumper: Dumper | None = None
     bisection: Bisection | None = None
+    record: bool = False
 
     def baseline(self) -> Build:
         """Inductor's own code, with its graph captured; its shape guards are the trace's own."""
@@ -124,7 +145,28 @@ class Builder:
             reports.update({p.name: PassReport(p.name, p.stage.value, refused=unseen) for p in slot.passes})
             reports.update({report.name: report for report in slot.reports})
         fn = self._runtime(runtime, compiled, reports)
-        return Build(list(passes), fn, compiled, [reports[p.name] for p in passes])
+        entered = {slot.stage: slot.entered for slot in slots.values() if slot.entered}
+        return Build(list(passes), fn, compiled, [reports[p.name] for p in passes], entered)
+
+    def rewrapped(self, build: Build, passes: Sequence[Pass]) -> Build:
+        """`build`'s code under `passes`, which differ from its own by passes that only wrap what was compiled."""
+        reports = {report.name: report for report in build.reports}
+        fn = self._runtime([p for p in passes if isinstance(p, RuntimePass)], build.compiled, reports)
+        return replace(build, passes=list(passes), fn=fn, reports=[reports[p.name] for p in passes])
+
+    def idle(self, p: Pass, build: Build) -> str:
+        """Why `p`, added to the passes of `build`, finds nothing to do; "" where it does, or only compiling can tell.
+
+        The passes before it do what they did, so that its candidates are those in the graph as they left it.
+        """
+        if isinstance(p, ConfigPass):
+            accepted, report = consider(p, self.gm, self.inputs, self.context)
+            return "" if accepted else why_idle(report)
+        if not isinstance(p, GraphPass) or not build.entered.get(p.stage):
+            return ""
+        names = [q.name for q in order([*build.passes, p]) if q.stage is p.stage]
+        following = [*names, ""][names.index(p.name) + 1]
+        return no_candidates(p, build.entered[p.stage][following], self.context)
 
     def _configure(self, p: ConfigPass) -> tuple[PassReport, list[int], Configuration | None]:
         """What the pass asks for, None where it fails, accepts nothing or is denied; and the positions accepted."""
@@ -164,7 +206,13 @@ class Builder:
             if mine:
                 installed = inductor.installed_pass(stage.value, self.patches)
                 slots[stage.value] = SlotPass(
-                    mine, self.context, stage, installed, dumper=self.dumper, bisection=self.bisection
+                    mine,
+                    self.context,
+                    stage,
+                    installed,
+                    dumper=self.dumper,
+                    bisection=self.bisection,
+                    record=self.record,
                 )
         return slots
 

@@ -54,7 +54,8 @@ class SlotPass(InferenceAwareGraphPass):
 
     Inductor's slot has one owner in torch 2.11; so the user's pass is called first and its uuid is part of ours.
     Inductor calls it for the graph, and before that for each graph inside it (the branches of a condition): `reports`
-    holds what the passes did in all of them together.
+    holds what the passes did in all of them together. With `record`, `entered` holds copies of the graph as each pass
+    found it, by name, and under "" as the last one left it; it is empty where there were graphs inside.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SlotPass(InferenceAwareGraphPass):
         *,
         dumper: Dumper | None = None,
         bisection: Bisection | None = None,
+        record: bool = False,
     ) -> None:
         self.passes = tuple(passes)
         self.context = context
@@ -74,6 +76,8 @@ class SlotPass(InferenceAwareGraphPass):
         self.dumper = dumper
         self.bisection = bisection
         self.reports: list[PassReport] = []
+        self.record = record
+        self.entered: dict[str, fx.Graph] = {}
         self._uuid = chain_uuid(passes, context, stage)
 
     @property
@@ -84,7 +88,14 @@ class SlotPass(InferenceAwareGraphPass):
     def __call__(self, graph: fx.Graph, is_inference: bool | None = None) -> None:
         for other in self.installed:
             inductor.call_custom(other, graph, is_inference)
-        reports = [run_pass(p, graph, self.context, self.dumper, self.bisection) for p in self.passes]
+        reports: list[PassReport] = []
+        entered: dict[str, fx.Graph] = {}
+        for p in self.passes:
+            if self.record and not self.ran:
+                same = bool(reports) and not reports[-1].changed
+                entered[p.name] = next(reversed(entered.values())) if same else _copy(graph)
+            reports.append(run_pass(p, graph, self.context, self.dumper, self.bisection))
+        self.entered = {**entered, "": _copy(graph)} if entered else {}
         self.reports = [_together(*pair) for pair in zip(self.reports, reports, strict=True)] if self.ran else reports
 
     def uuid(self) -> Any:
@@ -261,6 +272,18 @@ def consider(
     accepted = list(dict.fromkeys(position for position, candidate in found if not candidate.refused))
     refused = tuple((c.target, c.refused) for _, c in found if c.refused)
     return accepted, PassReport(p.name, p.stage.value, matched=len(accepted), refused=refused)
+
+
+def no_candidates(p: GraphPass, graph: fx.Graph, context: PassContext) -> str:
+    """Why `p` would leave `graph` as it is: its first refusal, or that it has no candidate; "" where it accepts one.
+    Raises what the pass does.
+    """
+    refused = ""
+    for candidate in map(checked_candidate, p.candidates(graph, context)):
+        if not candidate.refused:
+            return ""
+        refused = refused or candidate.refused
+    return refused or "no candidate"
 
 
 def _provenance(node: fx.Node, pass_name: str) -> dict[str, Any]:

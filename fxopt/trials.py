@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from fxopt import ablation, measure, memory, rules, verify
-from fxopt.build import Build, Builder, at_work
+from fxopt.build import Build, Builder, at_work, why_idle
 from fxopt.measure import PairedResult
 from fxopt.options import Options
-from fxopt.registry import ConfigPass, Pass, PassReport, RuntimePass
+from fxopt.registry import ConfigPass, Pass, RuntimePass
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
@@ -51,6 +51,9 @@ class Trials:
     baseline_kernel_ns: float = 0.0
     idle: dict[str, str] = field(default_factory=dict)
     _alive: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(default_factory=weakref.WeakValueDictionary)
+    _alive_code: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _for_ablation: list[Build] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,6 +85,10 @@ class Trials:
         if step.proposal is not None:
             entry.headroom_ns, entry.headroom_by_class = step.proposal.headroom_ns, dict(step.proposal.by_class)
         self.report.candidates.append(entry)
+        if not step.together and not step.removal and (why := self._idle_on_sight(step)):
+            entry.outcome, entry.reason = "rejected", f"{step.subject.name} found nothing to do: {why}"
+            self.say(f"{entry.name}: {entry.reason}")
+            return None
         if failure:
             entry.outcome, entry.reason = "failed", f"{failure}; its passes are tried one at a time"
             self.say(f"{entry.name}: {entry.reason}")
@@ -108,7 +115,7 @@ class Trials:
                     build = self.build(passes)
                     failed = {r.name for r in build.reports if r.error or (r.matched and not r.changed)}
                     resting = {r.name: r for r in build.reports if not at_work(r) and r.name not in failed}
-                    idle |= {name: _why_idle(r) for name, r in resting.items()}
+                    idle |= {name: why_idle(r) for name, r in resting.items()}
                     gone = failed | resting.keys()
                     left = [p for p in passes if p.name not in gone and not failed & set(p.needs)]
                     if not left:
@@ -125,14 +132,30 @@ class Trials:
             build = self.hold(replace(build, passes=left, reports=[r for r in build.reports if r.name not in resting]))
         return replace(step, passes=tuple(left), subject=left[-1]), frozenset(idle), "", build
 
+    def _idle_on_sight(self, step: Step) -> str:
+        """Why the pass to be added finds nothing to do; "" where it does, or where compiling has to show it."""
+        build = self._alive.get(_key([p for p in step.passes if p is not step.subject]))
+        if build is None:
+            return ""
+        try:
+            return self.builder.idle(step.subject, build)
+        except Exception:  # compiling will say what is wrong with it
+            return ""
+
     def build(self, passes: Sequence[Pass]) -> Build:
-        """Code with `passes`, in order: the one that is there already, if anybody still holds it."""
+        """Code with `passes`, in order: the one that is there already, if anybody still holds it. Passes that wrap what
+        was compiled are put around code that is there.
+        """
         build = self._alive.get(_key(passes))
-        return build if build is not None else self.hold(self.builder.build(passes))
+        if build is not None:
+            return build
+        same = self._alive_code.get(_key([p for p in passes if not _wraps(p)]))
+        return self.hold(self.builder.build(passes) if same is None else self.builder.rewrapped(same, passes))
 
     def hold(self, build: Build) -> Build:
         """Makes a build known, for as long as the caller keeps it."""
         self._alive[_key(build.passes)] = build
+        self._alive_code.setdefault(_key([p for p in build.passes if not _wraps(p)]), build)
         return build
 
     def _try(self, step: Step, entry: CandidateReport, current: Callable[..., Any], before: int) -> Build | None:
@@ -312,21 +335,20 @@ def _key(passes: Sequence[Pass]) -> tuple[str, ...]:
     return tuple(f"{p.name} {p.fingerprint()}" for p in passes)
 
 
+def _wraps(p: Pass) -> bool:
+    """Whether `p` leaves what is compiled alone, and only wraps it."""
+    return isinstance(p, RuntimePass) and type(p).compiling is RuntimePass.compiling
+
+
 def _left_no_trace(p: Pass) -> bool:
     """Whether the code is what it would be without `p`, which found nothing to do.
 
     An option that took no effect that can be counted may still have changed the code, and a context in which it was
     compiled may have, too.
     """
-    if isinstance(p, RuntimePass):
-        return type(p).compiling is RuntimePass.compiling
-    return not isinstance(p, ConfigPass)
-
-
-def _why_idle(report: PassReport) -> str:
-    return report.refused[0][1] if report.refused else "no candidate"
+    return _wraps(p) or not isinstance(p, (ConfigPass, RuntimePass))
 
 
 def _idle(build: Build) -> str:
     idle = next(r for r in build.reports if not at_work(r))
-    return f"{idle.name} found nothing to do: {_why_idle(idle)}"
+    return f"{idle.name} found nothing to do: {why_idle(idle)}"

@@ -361,7 +361,7 @@ class Tuner:
         return Trials(
             self.gm,
             self.inputs,
-            builder,
+            replace(builder, record=True),
             baseline,
             self._input_sets(),
             self._held,

@@ -118,6 +118,19 @@ def split_parts(x: torch.Tensor, last: int) -> torch.Tensor:
     return torch.cat([*parts, torch.where(finite != 0, hi, x)], -1).to(torch.bfloat16)
 
 
+def _traced(how: str, split: Callable[..., Sequence[torch.Tensor | None]], value: torch.Tensor) -> fx.Graph:
+    """The graph of `split`, traced once for all layers of a model whose values look alike. To be copied, not changed."""
+    mode = getattr(value, "fake_mode", None)
+    look = (how, tuple(value.shape), value.stride(), value.dtype, value.device)
+    if mode is None or not all(isinstance(size, int) for size in (*look[1], *look[2])):
+        return graph_of(split, value)
+    # Kept by the mode, which the graph's values refer to, and so no longer than it.
+    known: dict[Any, fx.Graph] = vars(mode).setdefault("fxopt_traces", {})
+    if look not in known:
+        known[look] = graph_of(split, value)
+    return known[look]
+
+
 def parts_of(
     graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., Sequence[torch.Tensor | None]]
 ) -> list[fx.Node | None]:
@@ -129,7 +142,7 @@ def parts_of(
     names: dict[str | None, fx.Node | None] = {None: None} | {node.name: node for node in graph.nodes}
     if how in known and all(name in names for name in known[how]):
         return [names[name] for name in known[how]]
-    traced = graph_of(split, value.meta["val"])
+    traced = _traced(how, split, value.meta["val"])
     before = value.next
     while before.op == "placeholder":
         before = before.next

@@ -89,18 +89,30 @@ def gemm(
         if warps == HOPPER:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+            from passes.kernels import direct
             from passes.kernels import split_gemm_hopper as hopper
 
-            boxes = [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
-            descriptors = [
-                TensorDescriptor.from_tensor(plane, box, _swizzle(*box))
-                for plane, box in zip(planes, boxes, strict=True)
-            ]
-            hopper.split_gemm_hopper[(min(tiles * shares, multiprocessors(out.device)),)](
-                *descriptors, a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out, m, n, k, shares, blocks,
-                a_hi.stride(0), b_hi.stride(0), BM=bm, BN=bn, BK=bk, BLOCK=block, BLOCKS=padded, STAGES=stages,
-                HAS_BIAS=has_bias, GROUP=8, num_warps=4, maxnreg=168,
-            )  # fmt: skip
+            programs = min(tiles * shares, multiprocessors(out.device))
+            pointers = (a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out)
+            numbers = (m, n, k, shares, blocks, a_hi.stride(0), b_hi.stride(0))
+            constants = (bm, bn, bk, block, padded, stages, has_bias, 8)
+
+            def first() -> Any:
+                boxes = [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
+                descriptors = [
+                    TensorDescriptor.from_tensor(plane, box, _swizzle(*box))
+                    for plane, box in zip(planes, boxes, strict=True)
+                ]
+                return hopper.split_gemm_hopper[(programs,)](
+                    *descriptors, *pointers, *numbers, *constants, num_warps=4, maxnreg=168
+                )
+
+            def again() -> list[Any]:
+                descriptors = [direct.Descriptor(plane, plane.shape, plane.stride()) for plane in planes]
+                return [*descriptors, *pointers, *numbers, *constants]
+
+            aligned = tuple(pointer.data_ptr() % 16 == 0 for pointer in pointers)
+            direct.launch((out.device, programs, numbers, constants, aligned), programs, first, again)
             return
         between = (a_hi.stride(0) if batch > 1 else 0, b_hi.stride(0) if batch > 1 else 0)
         kernels.split_gemm[(tiles, shares, batch)](

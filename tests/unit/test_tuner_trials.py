@@ -15,7 +15,7 @@ import torch
 from fxopt import measure, memory, trials, verify
 from fxopt.measure import PairedResult
 from fxopt.options import resolve_options
-from fxopt.registry import GraphPass, PassReport, Stage
+from fxopt.registry import GraphPass, PassReport, RuntimePass, Stage
 from fxopt.report.model import GraphReport, to_plain
 from fxopt.search import Proposal, Step
 from fxopt.trials import Trials, spelled
@@ -249,3 +249,24 @@ def test_kernels_are_measured_in_turns(monkeypatch):
     found: Any = bench.trials.compare_kernels("a", "b")
     assert "".join(order) == "abba" * (measure.MIN_PAIRS // 2)
     assert (found.ratio, found.baseline_ns, found.candidate_ns) == (2.0, 2.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Wrap(RuntimePass):
+    name: ClassVar[str] = "wrap"
+    stage: ClassVar[Stage] = Stage.RUNTIME
+
+
+def test_an_idle_pass_and_a_wrapping_one_cost_no_compilation(monkeypatch):
+    bench = Bench(monkeypatch, {"tile": (50.0, 50.0)})
+    builder = bench.trials.builder
+    builder.idle = lambda p, build: "no such node" if p.name == "fuse" else ""
+    builder.rewrapped = lambda build, passes: Code(passes, 25.0, 50.0, 0)
+    tiled = bench.trials.evaluate(Step((Tile(),), Tile()), None)
+    idle = Fuse()
+    assert bench.trials.evaluate(Step((Tile(), idle), idle), tiled) is None
+    assert bench.report.candidates[-1].reason == "fuse found nothing to do: no such node"
+    wrap = Wrap()
+    both = bench.trials.evaluate(Step((Tile(), wrap), wrap), tiled)
+    assert both is not None and both.entry.paired.ratio == 2.0
+    assert bench.built == ["tile"]
