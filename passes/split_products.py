@@ -40,11 +40,12 @@ _BF16_MOST = 0x7F7F0000  # the bits of bf16's largest number
 def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(hi, lo, scale) of an fp32 tensor [..., K]: two int16 tensors [..., K] that hold fp16 bits, and fp32 [..., 1].
 
-    block: elements along K that share a scale, K's divisor; the scale is then [..., K / block]. 0: the whole row.
+    block: elements along K that share a scale, K's divisor; 0: the whole row. With it everything has one dimension more:
+    planes [..., K / block, block], scales [..., K / block, 1]. (Were they given back in x's shape, Inductor would not
+    fuse what writes them into the kernel that finds the scales.)
     """
-    shape = x.shape
     if block:
-        x = x.reshape(*shape[:-1], shape[-1] // block, block)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     magnitude = x.abs()
     largest = magnitude.amax(-1, keepdim=True)
     small = ((magnitude < largest * _SPREAD) & (magnitude != 0)).to(torch.float32).sum(-1, keepdim=True)
@@ -69,8 +70,6 @@ def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     fits = scale != 0
     hi = torch.where(fits, high, raw >> 16).to(torch.int16)
     lo = torch.where(fits, low, raw).to(torch.int16)
-    if block:
-        return hi.reshape(shape), lo.reshape(shape), scale.squeeze(-1)
     return hi, lo, scale
 
 
@@ -80,11 +79,10 @@ def _rebased(largest: torch.Tensor) -> torch.Tensor:
 
 
 def joined(hi: torch.Tensor, lo: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The fp32 values [..., K] that `split` wrote."""
-    wide = scale.repeat_interleave(hi.shape[-1] // scale.shape[-1], -1)
+    """The fp32 values that `split` wrote, in the planes' shape."""
     raw = (hi.to(torch.int32) << 16) | (lo.to(torch.int32) & 0xFFFF)
     held = hi.view(torch.float16).float() + lo.view(torch.float16).float() / LOW
-    return torch.where(wide == 0, raw.view(torch.float32), held / torch.where(wide == 0, 1.0, wide))
+    return torch.where(scale == 0, raw.view(torch.float32), held / torch.where(scale == 0, 1.0, scale))
 
 
 def rounded_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,8 +164,14 @@ torch.library.define(
 )
 
 
+def _rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A plane of the left operand as [.., M, K], where it is split in blocks along K."""
+    return a.flatten(-2) if a.dim() > b.dim() else a
+
+
 def _shape(a: torch.Tensor, b: torch.Tensor, tile: Sequence[int]) -> list[Any]:
     """[batch,] [shares,] M, N: fp32 sums over shares are the caller's, who can fuse them into what comes next."""
+    a = _rows(a, b)
     return [*a.shape[:-2], *([tile[3]] if tile[3] > 1 else []), a.shape[-2], b.shape[-2]]
 
 
@@ -194,7 +198,7 @@ def _reference(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile
 
 @torch.library.impl("fxopt::split_gemm", "CPU")
 def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
-    return _reference(joined(a_hi, a_lo, a_scale), joined(b_hi, b_lo, b_scale), bias, tile)
+    return _reference(_rows(joined(a_hi, a_lo, a_scale), b_hi), joined(b_hi, b_lo, b_scale), bias, tile)
 
 
 @torch.library.impl("fxopt::scaled_gemm", "CPU")

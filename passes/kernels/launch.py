@@ -56,7 +56,8 @@ def gemm(
     out: torch.Tensor,
     tile: Tile,
 ) -> None:
-    """Run the kernel: a is planes [.., M, K] and scales [.., M, blocks], b planes [.., N, K] and scales [.., N, 1].
+    """Run the kernel: a is planes [.., M, K] and scales [.., M, blocks], or [.., M, blocks, block] and [.., M, blocks, 1];
+    b planes [.., N, K] and scales [.., N, 1].
 
     Planes are fp16, or int16 that hold fp16's bits; their low one is None for a single product.
     """
@@ -68,6 +69,9 @@ def gemm(
     a_hi, a_lo, a_scale = (None if t is None else t.view(torch.float16) if t.dtype == torch.int16 else t for t in a)
     b_hi, b_lo, b_scale = (None if t is None else t.view(torch.float16) if t.dtype == torch.int16 else t for t in b)
     assert a_hi is not None and b_hi is not None and a_scale is not None and b_scale is not None
+    if a_hi.dim() > b_hi.dim():
+        a_hi, a_scale = a_hi.flatten(-2), a_scale.flatten(-2)
+        a_lo = None if a_lo is None else a_lo.flatten(-2)
     m, k = a_hi.shape[-2:]
     n = b_hi.shape[-2]
     blocks = a_scale.shape[-1]
