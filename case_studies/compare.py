@@ -229,14 +229,16 @@ def compare(
     resume: bool,
     plan_dir: Path,
 ) -> None:
-    """Measure those workloads that `resume` does not find finished; at most one process on a GPU at a time."""
+    """Measure those workloads that `resume` does not find finished, in `jobs` processes at a time. More than there are
+    GPUs share them: they compile beside each other, and take turns to measure.
+    """
     left = [name for name in workloads if not (resume and store.finished(name, wanted))]
     for name in workloads:
         if name not in left:
             print(f"{name}: finished at this commit", file=sys.stderr, flush=True)
     free: queue.Queue[str | None] = queue.Queue()
-    for gpu in gpus or [None] * jobs:  # type: ignore[list-item]
-        free.put(gpu)
+    for number in range(jobs):
+        free.put(gpus[number % len(gpus)] if gpus else None)
 
     def one(name: str) -> None:
         gpu = free.get()
@@ -245,7 +247,7 @@ def compare(
         finally:
             free.put(gpu)
 
-    with ThreadPoolExecutor(max(1, min(jobs, len(gpus) or jobs))) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         # What takes longest goes first.
         first = sorted(left, key=lambda name: not name.startswith("gpt2"))
         for done in [pool.submit(one, name) for name in first]:
@@ -261,7 +263,7 @@ def main() -> None:
         precisions: str = typer.Option("fp32,1.5e-5,tf32,bf16", help="fxopt's classes or error budgets, with commas."),
         objectives: str = typer.Option("kernel,wall", help="fxopt's objectives, with commas."),
         json: Path = typer.Option(None, help="The list of rows. Rows of other workloads in it are kept."),
-        jobs: int = typer.Option(1, min=1, help="Processes at once, each on a GPU of its own."),
+        jobs: int = typer.Option(1, min=1, help="Processes at once; on one GPU they take turns to measure."),
         resume: bool = typer.Option(False, "--resume", help="Leave workloads alone that are finished at this commit."),
         columns_: str = typer.Option("", "--columns", help="Only these columns, with commas; -NAME leaves one out."),
         time_limit: float = typer.Option(300.0, help="Seconds for a workload."),

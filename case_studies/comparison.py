@@ -58,7 +58,7 @@ def compare_workload(
     name: str, wanted: Sequence[tuple[str, str]], how: How, plan_dir: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(rows, evidence) of workload `name`, a row for each (precision, column) of `wanted`."""
-    from profiler_core import roofline
+    from profiler_core import exclusive, roofline
     from profiler_core.clocks import ClockMonitor
     from profiler_core.environment import environment
 
@@ -87,7 +87,7 @@ def compare_workload(
             with watch.phase("fxopt" if column.objective else "other columns: compiling"):
                 built.append(_build(name, column, inputs, expected, device, how, watch))
         del expected
-        with watch.phase("measuring"):
+        with watch.phase("measuring"), exclusive.measuring(device, patience=how.time_limit):
             _say(name, watch, f"measuring {sum(b.call is not None for b in built)} columns in turns")
             calls = runner.time_in_turns(
                 built, inputs, device, rounds=how.rounds, min_block_ns=how.min_block_ns, monitor=monitor

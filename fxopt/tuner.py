@@ -28,6 +28,7 @@ from fxopt.search import Proposal, Search, Step, Trial
 from fxopt.torch_api import dynamo, inductor
 from fxopt.trials import Trials, spelled
 from fxopt.warning import FxoptWarning, warn
+from profiler_core import exclusive
 
 if TYPE_CHECKING:
     from profiler_core.profiles import Profile
@@ -309,7 +310,8 @@ class Tuner:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         devices = [self.device] if self.device.type == "cuda" else []
-        with dynamo.outside_tracing(), torch.random.fork_rng(devices=devices):
+        # What is measured waits for what others measure on the device, and holds it against them.
+        with exclusive.measuring(self.device), dynamo.outside_tracing(), torch.random.fork_rng(devices=devices):
             yield
 
     def _search(self, trials: Trials, proposals: Proposals, first: Sequence[Proposal]) -> Trial | None:

@@ -40,9 +40,9 @@ _BF16_MOST = 0x7F7F0000  # the bits of bf16's largest number
 def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(hi, lo, scale) of an fp32 tensor [..., K]: two int16 tensors [..., K] that hold fp16 bits, and fp32 [..., 1].
 
-    block: elements along K that share a scale, K's divisor; 0: the whole row. With it everything has one dimension more:
-    planes [..., K / block, block], scales [..., K / block, 1]. (Were they given back in x's shape, Inductor would not
-    fuse what writes them into the kernel that finds the scales.)
+    block: elements along K that share a scale, K's divisor; 0: the whole row. With it everything has one dimension
+    more: planes [..., K / block, block], scales [..., K / block, 1]. (Were they given back in x's shape, Inductor would
+    not fuse what writes them into the kernel that finds the scales.)
     """
     if block:
         x = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
@@ -117,7 +117,7 @@ def split_parts(x: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def _traced(how: str, split: Callable[..., Sequence[torch.Tensor | None]], value: torch.Tensor) -> fx.Graph:
-    """The graph of `split`, traced once for all layers of a model whose values look alike. To be copied, not changed."""
+    """The graph of `split`, traced once for all layers of a model whose values look alike. To be copied."""
     mode = getattr(value, "fake_mode", None)
     look = (how, tuple(value.shape), value.stride(), value.dtype, value.device)
     if mode is None or not all(isinstance(size, int) for size in (*look[1], *look[2])):

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from profiler_core.exclusive import measuring
+
 __all__ = [
     "Ceilings",
     "ceilings",
@@ -104,7 +106,8 @@ def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -
     cannot be written, in which case nothing is kept. ``store=None`` measures without keeping.
     """
     if store is None:
-        return measure_ceilings(device)
+        with measuring(device):
+            return measure_ceilings(device)
     from filelock import FileLock, Timeout
 
     path = kept_at(device, store)
@@ -114,7 +117,8 @@ def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -
             kept = None if again else _load(path)
             if kept is not None:
                 return kept
-            found = measure_ceilings(device)
+            with measuring(device):
+                found = measure_ceilings(device)
             _write(path, found)
             return found
     except Timeout:
@@ -122,7 +126,8 @@ def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -
     except OSError as error:
         reason = f"{error}; make the folder writable or choose another"
     warnings.warn(f"device ceilings cannot be kept in {path.parent}: {reason}", RuntimeWarning, stacklevel=2)
-    return measure_ceilings(device)
+    with measuring(device):
+        return measure_ceilings(device)
 
 
 def raised(device: torch.device, store: Path | None, known: Ceilings) -> Ceilings:

@@ -6,9 +6,9 @@ tensor core's accumulator rounds towards zero, so none lives longer than one blo
 taken over into fp32 registers.
 
 Keys and values are read by every tile of queries, and Hopper's matrix instruction wants them in shared memory in 16
-bits: `split_keys_and_values` writes their planes once. Where there are two tiles of queries at most, each splits what it
-reads by itself (INLINE), which costs less than another kernel. Queries are split by the tile that reads them, once. The
-scales:
+bits: `split_keys_and_values` writes their planes once. Where there are two tiles of queries at most, each splits what
+it reads by itself (INLINE), which costs less than another kernel. Queries are split by the tile that reads them, once.
+The scales:
 
 - q: one for each tile of M queries; k: one for each block of N keys. What is too small against the largest of its tile
   for the planes is off by at most 2^-50 of that largest, so a score is off by 2^-22 of |q| |k|, as fp32 has it, plus
@@ -185,8 +185,8 @@ def _blocks(
     N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr,
     INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, last) from the planes, or with INLINE from k and v. MASK: some of their keys are invisible, or past
-    the end. worst: the largest bound so far.
+    """Blocks [first, last) from the planes, or with INLINE from k and v. MASK: some of their keys are invisible, or
+    past the end. worst: the largest bound so far.
     """
     cols = tl.arange(0, D)
     inside = tl.arange(0, N)[:, None] * D + cols[None, :]

@@ -1,0 +1,48 @@
+"""One measurement at a time on a GPU, whatever processes measure there: two that tune at once would time each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+#: seconds to wait for a turn; whoever holds the lock longer than this hangs, or measures something very long
+PATIENCE = 120.0
+
+
+@contextlib.contextmanager
+def measuring(device: torch.device, patience: float = PATIENCE) -> Iterator[bool]:
+    """Holds `device` against the measurements of other processes and threads; yields whether it does.
+
+    Waits up to `patience` seconds for its turn, and goes on without it after that, or where no lock file can be made: a
+    measurement that may be disturbed is better than none. May be nested. Nothing is held for a CPU, whose other load no
+    lock keeps away. A lock ends with its process, however that ends.
+    """
+    from filelock import FileLock, Timeout
+
+    if device.type != "cuda":
+        yield False
+        return
+    with contextlib.ExitStack() as stack:
+        held = False
+        with contextlib.suppress(OSError, Timeout):
+            stack.enter_context(FileLock(_path(device), is_singleton=True).acquire(timeout=patience))
+            held = True
+        yield held
+
+
+def _path(device: torch.device) -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    folder = Path(tempfile.gettempdir()) / f"fxopt-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"measuring-{_identity(device)}.lock"
+
+
+def _identity(device: torch.device) -> str:
+    """The GPU's own name, which is the same in a process that sees it under another number."""
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "uuid", device.index or 0))
