@@ -15,18 +15,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fxopt.registry import register
-    from fxopt.report.model import last_report, recent_reports
+    from fxopt.report.model import full_report, last_report, recent_reports
     from fxopt.session import OptimizedModule, optimize
 
 _LAZY = {
     "OptimizedModule": "fxopt.session",
     "optimize": "fxopt.session",
+    "full_report": "fxopt.report.model",
     "last_report": "fxopt.report.model",
     "recent_reports": "fxopt.report.model",
     "register": "fxopt.registry",
 }
 
-__all__ = ["OptimizedModule", "__version__", "last_report", "optimize", "recent_reports", "register"]
+__all__ = ["OptimizedModule", "__version__", "full_report", "last_report", "optimize", "recent_reports", "register"]
 
 
 def __getattr__(name: str) -> Any:

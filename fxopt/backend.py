@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from fxopt.options import Mode, OptionError, split_options
+from fxopt.overlap import OverlapWatch
 from fxopt.report.model import GraphReport, remember
 from fxopt.torch_api import dynamo, inductor
 from fxopt.tuner import FxoptWarning, Tuner, warn
@@ -42,9 +44,21 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.calls += 1
         report = GraphReport()
+        watch: OverlapWatch | None = None
+        if self.patches.get("freezing", inductor.config_value("freezing")):
+            report.messages.append(_freezing(dynamo.static_inputs(gm, example_inputs)))
         try:
-            # Inductor takes its graph apart: the original is kept whole for the fallback.
-            fn = self._run(gm, example_inputs, report)
+            watch = OverlapWatch.of(gm, example_inputs)
+            if watch is not None and watch.overlap(example_inputs):
+                report.source = "skipped"
+                report.messages.append(
+                    "the graph writes to an input that overlaps with another one in memory, which torch compiles "
+                    "wrongly: it runs as it was captured, uncompiled"
+                )
+                fn: Callable[..., Any] = watch.captured
+            else:
+                # Inductor takes its graph apart: the original is kept whole for the fallback.
+                fn = self._run(gm, example_inputs, report)
         except dynamo.CONTROL_FLOW:
             raise
         except Exception as error:
@@ -55,6 +69,8 @@ class Backend:
             report.source, report.decision = "fallback", "baseline"
             report.messages.append(message)
             fn = inductor.compile_plain(gm, example_inputs, self.patches)
+        if watch is not None and fn is not watch.captured:
+            fn = watch.wrap(fn)
         remember(report)
         if self.options.report is not None:
             _write_report(self.options.report, report)
@@ -75,21 +91,40 @@ class Backend:
         ).run()
 
 
+def _freezing(static: Collection[int]) -> str:
+    """What came of Inductor's own option, by whether parameters are still among the graph's inputs."""
+    if static:
+        return (
+            "Inductor's option freezing is not in effect: torch.compile hands a backend the parameters as inputs, of "
+            f"which {len(static)} are left; fxopt.optimize(model, inputs) holds weights constant"
+        )
+    return (
+        "torch._inductor.config.freezing is on: if the graph has weights, torch holds them constant, and a change of "
+        "them is not seen"
+    )
+
+
 def _stage(report: GraphReport) -> str:
     """The stage in which an error arose: the last one entered."""
     return f"the stage {list(report.seconds)[-1]!r}" if report.seconds else "preparing"
+
+
+#: what was written to each file of the option `report`: one report over all graphs of the process that name it
+_in_files: dict[Any, deque[GraphReport]] = {}
 
 
 def _write_report(path: Any, report: GraphReport) -> None:
     import json
     import os
 
-    from fxopt.report.model import Report
+    from fxopt.report.model import MOST_REMEMBERED, Report
 
+    graphs = _in_files.setdefault(path.absolute(), deque(maxlen=MOST_REMEMBERED))
+    graphs.append(report)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        draft.write_text(json.dumps(Report(graphs=[report]).to_json(), indent=1))
+        draft.write_text(json.dumps(Report(graphs=list(graphs)).to_json(), indent=1))
         os.replace(draft, path)
     except OSError as error:
         warn(f"the report was not written to {path}: {error}; give another path with the option 'report'")

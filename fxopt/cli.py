@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fxopt.cli_output import CliError, pairs, rows
 
 if TYPE_CHECKING:
     import typer
-
-    from fxopt.plan import PlanStore
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +42,7 @@ def build_app() -> typer.Typer:
     """The application. typer is imported here, so that importing fxopt does not pay for it."""
     import typer
 
-    from fxopt import cli_bisect, cli_passes, cli_rules
+    from fxopt import cli_bisect, cli_passes, cli_plans, cli_rules
 
     # Boxes and colours are for a person's terminal; a file or a pipe gets plain text.
     markup: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
@@ -57,22 +54,12 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=markup,
     )
-    plans = typer.Typer(
-        help="The decisions that are kept on disk.", no_args_is_help=True, rich_markup_mode=markup
-    )
     app.add_typer(cli_passes.commands(markup), name="passes")
-    app.add_typer(plans, name="plans")
+    app.add_typer(cli_plans.commands(markup), name="plans")
     cli_rules.add_commands(app)
     cli_bisect.add_commands(app)
 
     as_json_option = typer.Option(False, "--json", help="Print JSON.")
-    plan_dir_option = typer.Option(
-        None,
-        "--plan-dir",
-        help="Where the plans are; else FXOPT_PLAN_DIR, else the user's cache.",
-        metavar="DIR",
-    )
-    key_argument = typer.Argument(..., help="A plan's key, or the beginning of one.", metavar="KEY")
 
     @app.command("version", help="The versions of fxopt, torch and Python.")
     def version(as_json: bool = as_json_option) -> None:
@@ -83,28 +70,6 @@ def build_app() -> typer.Typer:
         from fxopt.options import describe_options
 
         rows([row._asdict() for row in describe_options()], as_json, "no options")
-
-    @plans.command("list", help="The plans, newest first.")
-    def plans_list(plan_dir: Path | None = plan_dir_option, as_json: bool = as_json_option) -> None:
-        store = _store(plan_dir)
-        rows(_plans(store), as_json, f"no plans in {store.plans_dir}")
-
-    @plans.command("show", help="One plan, with its evidence.")
-    def plans_show(
-        key: str = key_argument, plan_dir: Path | None = plan_dir_option, as_json: bool = as_json_option
-    ) -> None:
-        store = _store(plan_dir)
-        plan = store.load(_full_key(store, key))
-        if plan is None:
-            raise CliError(f"the plan {key} has just been removed")
-        pairs(plan.model_dump(), as_json)
-
-    @plans.command("remove", help="Deletes one plan: the next tuning run measures again.")
-    def plans_remove(key: str = key_argument, plan_dir: Path | None = plan_dir_option) -> None:
-        store = _store(plan_dir)
-        full = _full_key(store, key)
-        store.remove(full)
-        print(f"removed {store.path(full)}")
 
     return app
 
@@ -120,43 +85,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return {**found, "python": platform.python_version()}
-
-
-def _store(plan_dir: Path | None) -> PlanStore:
-    from fxopt.options import resolve_options
-    from fxopt.plan import PlanStore
-
-    return PlanStore(resolve_options({} if plan_dir is None else {"plan_dir": plan_dir}).plan_root)
-
-
-def _plans(store: PlanStore) -> list[dict[str, Any]]:
-    return [
-        {
-            "key": row.key[:12],
-            "created": row.created,
-            "decision": row.decision,
-            "frozen": row.freeze,
-            "passes": list(row.passes),
-            "bytes": row.bytes,
-            "problem": row.problem,
-        }
-        for row in store.list()
-    ]
-
-
-def _full_key(store: PlanStore, beginning: str) -> str:
-    rows = store.list()
-    keys = [row.key for row in rows if beginning and row.key.startswith(beginning)]
-    if len(keys) == 1:
-        return keys[0]
-    if keys:
-        raise CliError(
-            f"{len(keys)} plans in {store.plans_dir} begin with {beginning!r}: give more of the key"
-        )
-    raise CliError(
-        f"no plan in {store.plans_dir} begins with {beginning!r}; "
-        f"`fxopt plans list` shows the {len(rows)} there are"
-    )
 
 
 if __name__ == "__main__":

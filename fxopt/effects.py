@@ -143,6 +143,14 @@ def writes_to(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if "mutation" in str(node.target) else []
 
 
+def is_token(node: fx.Node) -> bool:
+    """Whether the value of `node` only keeps effects in order: a tensor to look at, but without numbers."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        return isinstance(source, fx.Node) and str(source.target) == "with_effects" and bool(index == 0)
+    return str(node.target) == "prims._make_token.default"
+
+
 def draws(node: fx.Node) -> bool:
     """Whether `node` draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -14,9 +14,11 @@ from torch import fx
 
 import fxopt
 from fxopt import rules
+from fxopt.plan import plan_key
 from fxopt.registry import Pass
 from fxopt.torch_api import inductor
-from profiler_core.clocks import driver_version
+from fxopt.torch_api.dynamo import is_fake
+from profiler_core.clocks import clock_settings, driver_version
 from profiler_core.environment import cpu
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -46,6 +48,15 @@ def describe_input(value: Any) -> Any:
     return type(value).__name__
 
 
+def shared_memory(inputs: Sequence[Any]) -> list[list[int]]:
+    """Positions of inputs that lie in one storage, which a write to either would show; the groups of two or more."""
+    groups: dict[int, list[int]] = {}
+    for position, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_fake(value):
+            groups.setdefault(value.untyped_storage().data_ptr(), []).append(position)
+    return [group for address, group in groups.items() if address and len(group) > 1]
+
+
 def weights_digest(tensors: Sequence[torch.Tensor]) -> str:
     """Tells two sets of weights apart, by the sum and the 2-norm of each in fp64: one pass over them, no copy."""
     digest = hashlib.sha256()
@@ -69,6 +80,7 @@ def device_identity(device: torch.device) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "memory": properties.total_memory,
             "driver": driver_version() or f"cuda {torch.version.cuda}",  # no NVML: CUDA still tells two stacks apart
+            "clocks": clock_settings(device),
         }
     return {
         "name": cpu()[0],
@@ -127,10 +139,11 @@ def key_parts(
     session: bool,
     weights: str,
 ) -> dict[str, Any]:
-    """The parts of a plan's key, as JSON data."""
+    """The parts of a plan's key, as JSON data. Labels follow from measuring; what draws them is in `rules`."""
     return {
         "graph": graph_text(gm),
         "inputs": [describe_input(value) for value in inputs],
+        "shared": shared_memory(inputs),
         "device": device_identity(device),
         "versions": versions(),
         "flags": torch_flags(),
@@ -142,6 +155,16 @@ def key_parts(
         "session": session,
         "weights": weights,
     }
+
+
+#: what ranks know a graph by: all that bears on it but the hardware and the weights, which may differ between them
+_OF_GRAPH = ("graph", "inputs", "shared", "flags", "session")
+
+
+def between_ranks(parts: Mapping[str, Any]) -> tuple[str, str]:
+    """(what ranks know the graph by, what has to be alike on all of them): digests of the parts of a plan's key."""
+    alike = {name: value for name, value in parts.items() if name not in (*_OF_GRAPH, "device", "weights")}
+    return plan_key(**{name: parts[name] for name in _OF_GRAPH}), plan_key(**alike)
 
 
 def _spell(value: Any) -> str:

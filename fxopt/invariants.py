@@ -57,6 +57,7 @@ def check(before: fx.Graph, after: fx.Graph) -> None:
     _inputs(before, after)
     old, new = effects.analyse(before), effects.analyse(after)
     _writes(old, new)
+    _tokens(after)
     _draws(old, new)
     _lowering(before, after)
     try:
@@ -138,6 +139,13 @@ def _writes(old: Effects, new: Effects) -> None:
         f"what writes to memory, or has another effect, changed: {len(one)} nodes became {len(other)}, and number "
         f"{place} was {was}, and is {now}",
     )
+
+
+def _tokens(after: fx.Graph) -> None:
+    for node in filter(effects.is_token, after.nodes):
+        for user in node.users:
+            if user.op != "output" and str(user.target) not in ("with_effects", "prims._sink_tokens.default"):
+                raise _broken("mutation", user, f"it takes {node}, which has no numbers: it keeps effects in order")
 
 
 def _reads(old: Effects, new: Effects) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PairedResult", "compare", "median_interval", "noise_floor", "paired"]
+__all__ = ["PairedResult", "compare", "host_ns", "median_interval", "noise_floor", "paired"]
 
 MIN_PAIRS = 6
 """With fewer pairs not even (smallest, largest) covers the median with 95 %: 1 - 2 * 2^-5 = 93.75 %."""
@@ -194,6 +194,19 @@ def noise_floor(
     )
     bias = max(same.low - 1, 1 - same.high)
     return max(MIN_NOISE, (same.high - same.low) / 2, bias)
+
+
+def host_ns(fn: Callable[..., Any], inputs: Sequence[Any], *, device: torch.device | str, calls: int = 11) -> float:
+    """How long a call of ``fn`` keeps the CPU busy, ns: until it returns, with nothing queued before it. The median."""
+    device = torch.device(device)
+    taken = []
+    for _ in range(calls):
+        _synchronize(device)
+        begin = time.perf_counter_ns()
+        fn(*inputs)
+        taken.append(time.perf_counter_ns() - begin)
+    _synchronize(device)
+    return float(median(taken))
 
 
 def _check(input_sets: Sequence[Sequence[Any]], pairs: int) -> None:

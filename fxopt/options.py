@@ -89,6 +89,13 @@ def _memory(value: Any) -> int | str | None:
     return int(number)
 
 
+def _bytes(value: Any) -> int | None:
+    number = _memory(value)
+    if isinstance(number, str):
+        raise ValueError("not a number of bytes")
+    return number
+
+
 def _path(value: Any) -> Any:
     return Path(value).expanduser() if isinstance(value, (str, os.PathLike)) and os.fspath(value) else value
 
@@ -156,6 +163,23 @@ class Options(BaseModel):
         None,
         "Where plans are kept. Not given: this user's cache directory for fxopt.",
         "a directory",
+    )
+    plan_limit: Annotated[int | None, BeforeValidator(_bytes)] = _field(
+        2**30,
+        "What the plan directory may take; the files used longest ago are deleted first.",
+        "a number of bytes, or none",
+    )
+    distributed: Literal["auto", "off"] = _field(
+        "auto",
+        "Under torch.distributed: auto lets one rank measure and all ranks agree on one plan; off lets each rank tune "
+        "by itself.",
+        "auto or off",
+    )
+    distributed_timeout: Annotated[float, BeforeValidator(_number)] = _field(
+        60.0,
+        "How long a rank waits for the others to reach the same graph, and for a sign of life of one that is at work.",
+        "seconds, more than 0",
+        gt=0,
     )
     pairs: _Count = _field(
         30,

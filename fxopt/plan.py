@@ -4,8 +4,11 @@ A plan is data. Reading one executes nothing and unpickles nothing; whoever appl
 the registry. Layout under the store's root:
 
     plans/<key>.json             one plan
-    plans/<key>.json.corrupt.N   files that were found broken; set aside, never deleted
-    provenance/  ceilings/       sidecars of the baseline and of the device, written by their owners
+    plans/<key>.json.corrupt.N   files that were found broken, set aside
+    provenance/  reports/        what is known of code that Inductor's cache serves, written by their owners
+    measured/  ceilings/         what passes and rules measured on the device, written by their owners
+
+The store is bounded: each `save` deletes the files that were used longest ago (`fxopt.store_size`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import math
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,9 +30,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fxopt import store_size
+
 PLAN_SCHEMA: Literal[1] = 1
 # A plan of GPT-2 is some 100 kB. Past this a file is not one of ours, and is not read into memory.
 MAX_PLAN_BYTES = 16 * 2**20
+MAX_MACHINES = 64
 MAX_DEPTH = 50  # below every limit of a JSON reader; also ends a structure that holds itself
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -69,6 +76,15 @@ class PassUse(BaseModel):
     stage: str
 
 
+class Machine(BaseModel):
+    """A machine, by digests of what identifies it (`fxopt.machine`)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str
+    gpus: list[str] = Field(default_factory=list)
+
+
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -100,6 +116,26 @@ class Plan(BaseModel):
     calls_to_pay: float | None = Field(None, ge=0, allow_inf_nan=False)  # None: tuning never pays for itself
     memory_bytes: int | None = None  # that the plan costs over the baseline
     ablation: list[dict[str, Any]] = Field(default_factory=list)  # what each pass is worth, where it was asked for
+    # Where it was verified (`fxopt.machine`): elsewhere it is verified before it is used.
+    machines: list[Machine] = Field(default_factory=list, max_length=MAX_MACHINES)
+
+    def content(self) -> bytes:
+        """The plan as the file holds it. PlanStoreError for what JSON cannot carry, or is too large to read back."""
+        try:
+            ready = json_ready(self.model_dump(), "plan")
+        except TypeError as error:
+            raise PlanStoreError(f"the plan cannot be written as JSON: {error}") from error
+        content = json.dumps(ready, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
+        if len(content) > MAX_PLAN_BYTES:
+            raise PlanStoreError(
+                f"the plan {self.key} takes {len(content)} bytes, and {MAX_PLAN_BYTES} is the most that "
+                "is read back: keep a summary of the profile in it, not the profile"
+            )
+        return content
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of all but where it was verified."""
+        return hashlib.sha256(self.model_copy(update={"machines": []}).content()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -126,11 +162,15 @@ class PlanStore:
     """Plans under one directory, which is created by the first `save`.
 
     lock_timeout: seconds to wait for another process that writes. Readers need no lock.
+    max_bytes: what all files under the directory may take together, None for any amount.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, lock_timeout: float = 10.0) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, lock_timeout: float = 10.0, max_bytes: int | None = None
+    ) -> None:
         self.root = Path(root)
         self.lock_timeout = lock_timeout
+        self.max_bytes = max_bytes
 
     @property
     def plans_dir(self) -> Path:
@@ -160,29 +200,24 @@ class PlanStore:
         if content is None:
             return None
         try:
-            return _parse(content, key, path)
+            plan = _parse(content, key, path)
         except _Broken as broken:
             raise PlanCorrupt(path, broken.place, broken.reason, self._set_aside(path, content)) from None
+        with suppress(OSError):  # a store that is only read: what is deleted first is then what was written first
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        return plan
 
     def save(self, plan: Plan) -> Path:
         """Writes the plan in place of an earlier one of its key, which stands after a PlanStoreError."""
-        path = self.path(plan.key)
-        try:
-            ready = json_ready(plan.model_dump(), "plan")
-        except TypeError as error:
-            raise PlanStoreError(f"the plan cannot be written as JSON: {error}") from error
-        content = json.dumps(ready, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
-        if len(content) > MAX_PLAN_BYTES:
-            raise PlanStoreError(
-                f"the plan {plan.key} takes {len(content)} bytes, and {MAX_PLAN_BYTES} is the most that "
-                "is read back: keep a summary of the profile in it, not the profile"
-            )
+        path, content = self.path(plan.key), plan.content()
         with self._locked():
             # Only the lock's holder writes, so a temporary file that is there was left by a writer that died.
             for leftover in self.plans_dir.glob(".*.tmp"):
                 with suppress(OSError):
                     leftover.unlink()
             _replace(path, content)
+            if self.max_bytes is not None:
+                store_size.shrink(self.root, self.max_bytes, keep=path)
         return path
 
     def list(self, limit: int = 1000) -> Sequence[PlanRow]:
@@ -263,6 +298,17 @@ class PlanStore:
             yield
         finally:
             lock.release()
+
+
+def parse_plan(content: bytes, key: str, origin: str) -> Plan:
+    """The plan of that key that `content` holds; `origin` says in errors where it came from.
+
+    Raises PlanStoreError. Nothing in it is executed or unpickled.
+    """
+    try:
+        return _parse(content, key, Path(origin))
+    except _Broken as broken:
+        raise PlanStoreError(f"{origin} holds no plan: {broken}") from None
 
 
 def plan_key(**parts: Any) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fxopt import registry
+from fxopt import registry, rules
 from fxopt.labels import Label
 from fxopt.options import Options
 from fxopt.registry import Pass, PassContext
@@ -72,6 +73,33 @@ class Proposals:
                 found[name] = known[name]
                 pending.extend(known[name].needs)
         return list(found.values())
+
+
+def to_come(
+    labels: Sequence[Label],
+    *,
+    kernel_ns: float,
+    host_ns: float,
+    floor_ns: float,
+    environment: Mapping[str, Any],
+    thresholds: Mapping[str, float],
+) -> list[Label]:
+    """What will limit the graph once `labels` are answered: launches, where a call keeps the CPU busy for `host_ns` and
+    the kernels then take less. A candidate whose kernels are much shorter gains little without an answer to that.
+
+    kernel_ns: of a call; of it the labels' headroom is taken, down to the floor at most. All in ns.
+    """
+    left = max(kernel_ns - sum(headroom(labels, {}).values()), floor_ns, 1.0)
+    expected = rules.label_graph(max(host_ns, left), left, environment, thresholds=thresholds)
+    return [
+        replace(
+            label,
+            confidence="low",
+            evidence=tuple(replace(item, source="modelled") for item in label.evidence),
+            why=f"Once the other labels are answered: {label.why[0].lower()}{label.why[1:]}",
+        )
+        for label in expected
+    ]
 
 
 def headroom(labels: Sequence[Label], layer_classes: Mapping[str, str]) -> dict[str, float]:

@@ -23,6 +23,8 @@ from fxopt.tuner import FxoptWarning
 
 #: after this many changes of the weights they are no longer folded: each fold compiles, and Dynamo stops at eight
 MOST_FOLDS = 4
+#: the buffer that a batch normalisation in training mode counts its updates in
+_COUNTER = "num_batches_tracked"
 
 
 class SessionBackend(Backend):
@@ -52,8 +54,9 @@ class OptimizedModule(nn.Module):
 
     `report` tells what was done. In training mode (`model.train()`) the original model runs, with gradients.
     State dicts are the original model's. Before each call every folded weight's identity, version, address and
-    gradient are compared (`fxopt.frozen`), and after a change the weights are folded anew. Writing into memory through
-    `.data` (`p.data.add_(1)`), which torch does not count, is not seen. `check_weights=False` leaves all but the
+    gradient are compared (`fxopt.frozen`), and after a change the weights are folded anew. So are the counters of batch
+    normalisations, whose statistics training mode updates without torch's counting it. Writing into memory through
+    `.data` (`p.data.add_(1)`), which torch does not count either, is not seen. `check_weights=False` leaves all but the
     identity out.
     """
 
@@ -67,6 +70,8 @@ class OptimizedModule(nn.Module):
         self._check_weights = check_weights
         self._folds = 0
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
+        # The modules' own dicts, for load_state_dict(assign=True) puts other tensors into them.
+        self._counting = [m._buffers for m in model.modules() if m._buffers.get(_COUNTER) is not None]
         self._compile()
         self.train(model.training)
 
@@ -81,10 +86,21 @@ class OptimizedModule(nn.Module):
         # A fresh backend object makes Dynamo compile anew; plans make that cheap. Not an attribute by assignment: the
         # compiled form is a module too, and would be registered beside the model.
         self.__dict__["_compiled"] = torch.compile(self.model, backend=self._backend)
+        self._counted = self._count_updates()
+
+    def _count_updates(self) -> list[int] | None:
+        """The state of all batch normalisations' counters, None where nothing rests on it."""
+        if not (self._counting and self._check_weights and self._options.get("freeze")):
+            return None
+        # The versions: a number of batches would have to be fetched from the device.
+        counters = [held.get(_COUNTER) for held in self._counting]
+        return [-1 if counter is None or counter.is_inference() else counter._version for counter in counters]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             return self.model(*args, **kwargs)
+        if self._counted is not None and self._count_updates() != self._counted:
+            self._fold_again("the statistics of a batch normalisation have changed", shared=False)
         while True:
             compiled_before = self._backend.calls
             try:

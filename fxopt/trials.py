@@ -152,6 +152,10 @@ class Trials:
         same = self._alive_code.get(_key([p for p in passes if not _wraps(p)]))
         return self.hold(self.builder.build(passes) if same is None else self.builder.rewrapped(same, passes))
 
+    def compiles(self, step: Step) -> bool:
+        """Whether the trial needs code that nobody holds yet."""
+        return self._alive_code.get(_key([p for p in step.passes if not _wraps(p)])) is None
+
     def hold(self, build: Build) -> Build:
         """Makes a build known, for as long as the caller keeps it."""
         self._alive[_key(build.passes)] = build

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxopt import ablation, bisect, floor, identity, registry, verify
+from fxopt import ablation, bisect, distributed, floor, identity, machine, measure, registry, verify
 from fxopt.ablation import AblationRow
 from fxopt.build import Build, Builder
 from fxopt.dump import Dumper
-from fxopt.labels import Label
+from fxopt.labels import Axis, Label
 from fxopt.options import Options
-from fxopt.plan import PassUse, Plan, PlanCorrupt, PlanStore, PlanStoreError, plan_key
+from fxopt.plan import MAX_MACHINES, PassUse, Plan, PlanCorrupt, PlanStore, PlanStoreError, plan_key
+from fxopt.plan_passes import passes_of
 from fxopt.profiling import labels_of, profile_build
-from fxopt.proposals import Proposals
+from fxopt.proposals import Proposals, to_come
 from fxopt.registry import PassContext
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.search import Proposal, Search, Step, Trial
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["FxoptWarning", "Tuner", "graph_device", "unsupported", "warn"]
 
 log = logging.getLogger("fxopt")
+
+
+class PlanMoved(PlanStoreError):
+    """A plan that another machine made, and that is not right on this one."""
 
 
 @dataclass
@@ -60,10 +65,12 @@ class Tuner:
         self.real = dynamo.concrete(self.inputs)
         self.budget = verify.parse_precision(self.options.precision)
         self.static = dynamo.static_inputs(self.gm, self.inputs)
-        self.store = PlanStore(self.options.plan_root)
+        self.store = PlanStore(self.options.plan_root, max_bytes=self.options.plan_limit)
         self.passes = registry.select(self.options.passes, self.options.disable)
         self.started = time.perf_counter()
         self.report.compile_id = dynamo.current_compile_id()
+        self._written: Plan | None = None
+        self._sets: list[list[Any]] = []
 
     # -- the way through ------------------------------------------------------------------------------------------
 
@@ -72,34 +79,121 @@ class Tuner:
         reason = unsupported(self.inputs, self.device)
         if reason:
             return self._plain(reason, source="skipped")
-        self.report.key = plan_key(
-            **identity.key_parts(
-                self.gm,
-                self.inputs,
-                device=self.device,
-                deciding=self.options.deciding(),
-                patches=self.patches,
-                passes=self.passes,
-                session=self.session,
-                weights=self._weights(),
-            )
+        if communicating := dynamo.collectives(self.gm):
+            # A rank that measured it alone would wait for the others for ever.
+            return self._plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
+        parts = identity.key_parts(
+            self.gm,
+            self.inputs,
+            device=self.device,
+            deciding=self.options.deciding(),
+            patches=self.patches,
+            passes=self.passes,
+            session=self.session,
+            weights=self._weights(),
         )
+        self.report.key = plan_key(**parts)
         self.report.plan_path = str(self.store.path(self.report.key))
+        ranks = None
+        if self.options.distributed == "auto":
+            ranks = distributed.current(self.options.distributed_timeout, self.options.time_limit)
+        if ranks is None:
+            return self._decide(lambda plan: None)
+        return self._together(ranks, parts)
+
+    def _decide(self, tell: Callable[[Plan | None], None]) -> Callable[..., Any]:
+        """The code that this process decides on. `tell` is called as soon as it is known by which plan, if by any."""
         plan = self._load_plan()
         if plan is not None:
             self.report.source = "plan"
-            with phase(self.report, "apply plan"):
-                return self._apply(plan)
+            trusted = self._verified_here(plan)
+            if trusted:
+                tell(plan)
+            try:
+                with phase(self.report, "apply plan"):
+                    kept = self._apply(plan)
+            except PlanMoved as error:
+                report = self.report
+                report.decision, report.verdict, report.labels, report.out_of_reach = "baseline", None, [], []
+                report.ablation = []
+                report.messages.append(str(error))
+                warn(str(error))
+            else:
+                if not trusted:
+                    tell(plan)
+                return kept
         if not self.may_measure:
-            self.report.source = "apply"
+            tell(None)
             return self._plain("no plan for this graph, and mode 'apply' never measures", source="apply")
         self.report.source = "tuned"
         kept = self._tune()
+        tell(self._written)
         if bisect.of_process(self.options.bisect) is None:
             return kept
         # The limit is on what was decided, never on the deciding.
         plan = self._load_plan()
         return kept if plan is None else self._apply(plan)
+
+    # -- several ranks --------------------------------------------------------------------------------------------
+
+    def _together(self, ranks: distributed.Group, parts: dict[str, Any]) -> Callable[..., Any]:
+        """The code that all ranks decide on (see `fxopt.distributed`)."""
+        graph, settings = identity.between_ranks(parts)
+        session = ranks.session(graph, self.report.key)
+        kept: Callable[..., Any] | None = None
+        try:
+            if session.settled:
+                # The same graph again: the other ranks need not be at it.
+                self.report.source = "plan"
+                with phase(self.report, "apply plan"):
+                    return self._apply(session.settled_plan(), trusted=True)
+            with session.alive():
+                with phase(self.report, "meet the other ranks"):
+                    session.meet()
+                if session.leads:
+                    why = "rank 0 keeps Inductor's code, without a plan"
+                    published: list[Plan] = []
+
+                    def tell(plan: Plan | None) -> None:
+                        published.extend([plan] if plan is not None else [])
+                        session.publish(plan, settings, why)
+
+                    kept = self._decide(tell)
+                    plan = published[0] if published else None
+                else:
+                    with phase(self.report, "wait for the plan"):
+                        plan = session.receive(settings)
+                    own = self._load_plan()
+                    if own is not None and own.digest() == plan.digest():
+                        plan = own  # which knows where it was verified
+                    self.report.source = "plan"
+                    with phase(self.report, "apply plan"):
+                        kept = self._apply(plan)
+                if plan is None:
+                    self.report.agreement = session.disagreement(distributed.NoAgreement(why))
+                    return kept
+                with phase(self.report, "agree with the other ranks"):
+                    self.report.agreement = session.conclude(plan)
+        except distributed.NoAgreement as error:
+            return self._disagree(session, error)
+        except distributed.STORE_FAILED as error:
+            return self._disagree(session, session.lost(error))
+        except BaseException as error:
+            session.give_up(f"{type(error).__name__}: {error}")
+            raise
+        digest = self.report.agreement.plan[:12]
+        self.report.messages.append(f"{ranks.size} ranks run one plan ({digest}), which rank 0 measured")
+        return kept
+
+    def _disagree(self, session: distributed.Session, error: distributed.NoAgreement) -> Callable[..., Any]:
+        self.report.agreement = session.disagreement(error)
+        self.report.decision, self.report.frozen, self.report.verdict = "baseline", False, None
+        for entry in self.report.candidates:
+            if entry.outcome == "kept":
+                entry.outcome, entry.reason = "rejected", str(error)
+        if not error.usual:
+            warn(f"the model runs on plain Inductor, for the ranks run no plan together: {error}")
+        return self._plain(f"the ranks run no plan together: {error}", source="skipped" if error.usual else "fallback")
 
     def _weights(self) -> str:
         """The weights in the plan's key: nothing where no accuracy is given up, else which ones were verified."""
@@ -135,7 +229,14 @@ class Tuner:
 
     # -- a plan that was found ------------------------------------------------------------------------------------
 
-    def _apply(self, plan: Plan) -> Callable[..., Any]:
+    def _verified_here(self, plan: Plan) -> bool:
+        """Whether nothing of the plan needs to be verified before it is used: it was on this machine, or is Inductor's
+        own code."""
+        same = plan.key == self.report.key and machine.known(machine.machine(self.device), plan.machines)
+        return same or plan.decision == "baseline"
+
+    def _apply(self, plan: Plan, trusted: bool = False) -> Callable[..., Any]:
+        """The plan's code. trusted: it was verified on this machine, whatever the plan says."""
         labels = [Label.from_json(item) for item in plan.labels]
         origins = {name: tuple(pre) for name, pre in plan.origins.items()}
         context = self._context(labels, origins=origins, mutated=frozenset(plan.mutated))
@@ -149,17 +250,15 @@ class Tuner:
             compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, keep_guards=True)
             compiled.scope.adopt()
             return compiled.flat()
-        known = registry.discover()
-        # A frozen pass has tuples for options, of which JSON makes lists.
-        passes = registry.order(
-            [
-                known[use.name](**{k: tuple(v) if isinstance(v, list) else v for k, v in use.options.items()})
-                for use in plan.passes
-            ]
-        )
-        build = builder.build(passes, keep_guards=True)
+        passes = passes_of(plan, self.passes, context)
+        if context.dynamic:
+            # Which guards Inductor itself needs shows beside its own code alone. What the passes add is taken back.
+            inductor.compile_graph(self.gm, self.inputs, patches=builder.patches, keep_guards=True)
+        build = builder.build(passes, keep_guards=not context.dynamic)
         if build.errors:
             raise RuntimeError(f"the plan {self.report.key[:12]} does not apply: {'; '.join(build.errors)}")
+        if not trusted and not self._verified_here(plan):
+            self._verify_moved(plan, builder, build)
         self.report.frozen = bool(build.compiled.frozen)
         self.report.candidates = [
             CandidateReport(
@@ -176,6 +275,38 @@ class Tuner:
             self._ablate_plan(plan, builder, build)
         build.compiled.scope.adopt()
         return build.fn
+
+    def _verify_moved(self, plan: Plan, builder: Builder, build: Build) -> None:
+        """Verifies the code of a plan that another machine made, once for this machine. Raises PlanMoved."""
+        name, report = f"the plan {plan.key[:12]} was made on another machine", self.report
+        with phase(report, "verify a plan from elsewhere"):
+            if builder.context.grad:
+                raise PlanMoved(f"{name}, and its gradients were verified only there")
+            baseline = builder.baseline()
+            mutated = baseline.compiled.mutated or frozenset()
+            if mutated != frozenset(plan.mutated):
+                raise PlanMoved(f"{name}, and says that the graph writes to other inputs than it does")
+            self._share(mutated)
+            with self._running():
+                verdict = verify.verify(
+                    build.fn,
+                    baseline.fn,
+                    dynamo.copy_graph(self.gm),
+                    self._input_sets(),
+                    self._held,
+                    self.budget,
+                    logits=self.options.logits,
+                )
+        report.verdict = verdict
+        if not verdict.ok:
+            raise PlanMoved(f"{name}, and is wrong here: {verdict.reason}")
+        report.messages.append(f"{name}; it was verified here, and is kept")
+        if plan.key == report.key:
+            machines = [*plan.machines, machine.machine(self.device)][-MAX_MACHINES:]
+            try:
+                self.store.save(plan.model_copy(update={"machines": machines}))
+            except PlanStoreError as error:
+                self._store_failed(error)
 
     def _ablate_plan(self, plan: Plan, builder: Builder, kept: Build) -> None:
         """Measures the ablation that the tuning run was not asked for, and adds it to the plan."""
@@ -235,6 +366,7 @@ class Tuner:
         best: Trial | None = None
         if first := proposals.answering(context.labels):
             trials = self._trials(builder, timed_baseline, profile.environment)
+            first += proposals.answering(self._to_come(timed_baseline, trials))
             best = self._search(trials, proposals, first)
             if self.options.ablate:
                 passes = best.passes if best is not None else []
@@ -297,21 +429,27 @@ class Tuner:
         """
         if not self._mutated:
             return fn
-        pristine = {i: self._before[i] for i in sorted(self._mutated)}
 
         def restored(*args: Any) -> Any:
-            for position, value in pristine.items():
-                if isinstance(value, torch.Tensor):
-                    args[position].copy_(value)
+            self._put_back(args)
             return fn(*args)
 
         return restored
+
+    def _put_back(self, args: Sequence[Any]) -> None:
+        """Give the inputs that the graph writes to the values that they had before anything was measured."""
+        for position in sorted(self._mutated):
+            value = self._before[position]
+            if isinstance(value, torch.Tensor):
+                args[position].copy_(value)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         devices = [self.device] if self.device.type == "cuda" else []
         # What is measured waits for what others measure on the device, and holds it against them.
         with exclusive.measuring(self.device), dynamo.outside_tracing(), torch.random.fork_rng(devices=devices):
+            for inputs in self._sets:  # a candidate must start from what the baseline starts from
+                self._put_back(inputs)
             yield
 
     def _search(self, trials: Trials, proposals: Proposals, first: Sequence[Proposal]) -> Trial | None:
@@ -323,7 +461,7 @@ class Tuner:
             faster=trials.faster,
             less_kernel_time=trials.less_kernel_time,
             as_fast=trials.as_fast,
-            expired=self._expired,
+            expired=lambda step: self._expired(step, trials.compiles(step)),
             needs=proposals.needs,
         ).run(first)
         kept = {p.name for p in best.passes} if best is not None else set()
@@ -343,8 +481,26 @@ class Tuner:
         report.candidates.append(best.entry)
         return best
 
-    def _expired(self, step: Step) -> bool:
-        if time.perf_counter() - self.started <= self.options.time_limit:
+    def _to_come(self, baseline: Callable[..., Any], trials: Trials) -> list[Label]:
+        """What will limit the graph once its labels are answered (`proposals.to_come`); the report lists it, too."""
+        if self.device.type != "cuda" or any(label.axis is Axis.LAUNCH_BOUND for label in self.report.labels):
+            return []
+        with self._running():
+            host_ns = measure.host_ns(baseline, trials.input_sets[0], device=self.device)
+        found = to_come(
+            self.report.labels,
+            kernel_ns=trials.baseline_kernel_ns,
+            host_ns=host_ns,
+            floor_ns=self.report.floor_ns or 0.0,
+            environment=trials.environment,
+            thresholds=dict(self.options.thresholds),
+        )
+        self.report.labels += found
+        return found
+
+    def _expired(self, step: Step, compiles: bool = True) -> bool:
+        # What needs no compiling may take half the time again: a candidate is worth little without its CUDA graph.
+        if time.perf_counter() - self.started <= self.options.time_limit * (1 if compiles else 1.5):
             return False
         limit = f"the time limit of {self.options.time_limit:g} s is spent"
         if step.removal:
@@ -380,9 +536,9 @@ class Tuner:
         """The caller's inputs and fresh ones like them; all copies, for a graph may write to them."""
         # An index must stay in its table: integers are only moved around where any of them may stand anywhere.
         kept = self._held | dynamo.fixed_integers(self.gm, self.real)
-        sets = [verify.clone_inputs(self.real, self._held)]
-        sets += [verify.fresh_inputs(self.real, kept, seed) for seed in range(1, self.options.verify_inputs + 1)]
-        return sets
+        sets = [verify.clone_inputs(self.real, self._held) for _ in range(self.options.verify_inputs + 1)]
+        self._sets = [sets[0], *(verify.fresh_inputs(own, kept, seed) for seed, own in enumerate(sets[1:], 1))]
+        return self._sets
 
     # -- configuration --------------------------------------------------------------------------------------------
 
@@ -481,7 +637,9 @@ class Tuner:
             calls_to_pay=report.calls_to_pay,
             memory_bytes=report.memory_bytes,
             ablation=to_plain(report.ablation),
+            machines=[machine.machine(self.device)],
         )
+        self._written = plan
         try:
             self.store.save(plan)
         except PlanStoreError as error:
@@ -501,6 +659,11 @@ def unsupported(inputs: Sequence[Any], device: torch.device) -> str:
     devices = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
     if len(devices) > 1:
         return f"the graph uses several devices: {', '.join(sorted(map(str, devices)))}"
+    if any(dynamo.is_fake(value) for value in inputs):
+        return (
+            "the inputs have no values, as where Dynamo splits a graph into DDP's buckets: with "
+            "torch._dynamo.config.optimize_ddp = False it stays whole"
+        )
     for value in inputs:
         if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return f"an input is a tensor subclass ({type(value).__name__})"

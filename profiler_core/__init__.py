@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from profiler_core.loading import load
     from profiler_core.marks import measured
     from profiler_core.profiles import Profile
+    from profiler_core.ranks import merge
     from profiler_core.recording import record
 
-__all__ = ["Profile", "load", "measured", "profile", "record"]
+__all__ = ["Profile", "load", "measured", "merge", "profile", "record"]
 
 _PLACES = {
     "Profile": "profiles",
     "load": "loading",
     "measured": "marks",
+    "merge": "ranks",
     "profile": "live",
     "record": "recording",
 }

@@ -65,6 +65,33 @@ def driver_version() -> str | None:
     return version.decode() if isinstance(version, bytes) else str(version)
 
 
+def clock_settings(device: Any) -> dict[str, int | None]:
+    """What a CUDA device's clocks are set to, as far as NVML tells anybody: the SM and memory clock that applications
+    ask for (MHz) and the enforced power limit (mW). None for what it does not tell; empty where NVML cannot be used.
+    """
+    library = open_nvml()
+    if library is None:
+        return {}
+    try:
+        handle = device_handle(library, device)
+        return {
+            "sm_mhz": _asked(lambda: library.nvmlDeviceGetApplicationsClock(handle, library.NVML_CLOCK_SM)),
+            "memory_mhz": _asked(lambda: library.nvmlDeviceGetApplicationsClock(handle, library.NVML_CLOCK_MEM)),
+            "power_limit_mw": _asked(lambda: library.nvmlDeviceGetEnforcedPowerLimit(handle)),
+        }
+    except Exception:  # whatever NVML has against the device: other measurements say it better
+        return {}
+    finally:
+        close_nvml(library)
+
+
+def _asked(read: Callable[[], int]) -> int | None:
+    try:
+        return int(read())
+    except Exception:  # not every device has every setting
+        return None
+
+
 def sample(device: Any) -> dict[str, Any]:
     """SM and memory clock (MHz) and throttle reasons of a CUDA device now; empty where NVML cannot be
     used.

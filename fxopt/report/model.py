@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxopt.ablation import AblationRow
+    from fxopt.distributed import Agreement
     from fxopt.labels import Label
     from fxopt.measure import PairedResult
     from fxopt.registry import PassReport
@@ -69,6 +70,7 @@ class GraphReport:
     floor_ns: the least time that the graph's floor_flops and floor_bytes take on this device (`fxopt.floor`).
     baseline_peak_bytes: allocated during a call of the baseline (CUDA; None elsewhere).
     ablation: what each pass is worth, where the option `ablate` asked for it.
+    agreement: of the ranks of a distributed job (`fxopt.distributed`); None elsewhere.
     """
 
     key: str = ""
@@ -100,6 +102,7 @@ class GraphReport:
     floor_bytes: float | None = None
     baseline_peak_bytes: int | None = None
     ablation: list[AblationRow] = field(default_factory=list)
+    agreement: Agreement | None = None
 
     @property
     def gap_to_floor(self) -> tuple[float, float] | None:
@@ -171,8 +174,10 @@ def to_plain(value: Any) -> Any:
     return str(value)
 
 
-#: reports of graphs compiled through torch.compile, the newest last; bounded, so that a long process does not grow
-_recent: deque[GraphReport] = deque(maxlen=64)
+#: how many graphs' reports are kept: a long process must not grow
+MOST_REMEMBERED = 64
+#: reports of graphs compiled through torch.compile, the newest last
+_recent: deque[GraphReport] = deque(maxlen=MOST_REMEMBERED)
 
 
 def remember(report: GraphReport) -> None:
@@ -182,6 +187,14 @@ def remember(report: GraphReport) -> None:
 def recent_reports() -> list[GraphReport]:
     """Reports of the latest graphs that `profile_guided` compiled in this process, the newest last (64 at most)."""
     return list(_recent)
+
+
+def full_report() -> Report:
+    """One report over all graphs that `profile_guided` compiled in this process (the last 64), for a model with graph
+    breaks has several. LookupError where there is none.
+    """
+    last_report()  # which says why there is none
+    return Report(graphs=recent_reports())
 
 
 def last_report() -> Report:

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo.exc
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 
 class GraphUnsupported(RuntimeError):
@@ -28,6 +28,11 @@ CONTROL_FLOW: tuple[type[BaseException], ...] = (
     torch._dynamo.exc.RestartAnalysis,
     torch._dynamo.exc.SkipFrame,
 )
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(value, FakeTensor)
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
@@ -66,6 +71,31 @@ def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
         if owned and (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
             found.add(index)
     return frozenset(found)
+
+
+def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
+    """Positions of the tensors that the graph writes to, as Dynamo saw it while tracing; views of one memory count
+    together.
+    """
+    several = {  # which count no version on fake tensors
+        written
+        for node in gm.graph.nodes
+        if node.op == "call_function" and _writes_to_lists(node.target)
+        for written in node.all_input_nodes
+    }
+    found = set()
+    for index, node in enumerate(placeholders(gm)):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or value.is_inference():  # which counts no versions
+            continue
+        if value._version > 0 or node in several:
+            found.add(index)
+    return frozenset(found)
+
+
+def _writes_to_lists(target: Any) -> bool:
+    name = getattr(target, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _guard_source(source: Any) -> Any:
@@ -250,10 +280,11 @@ def isolated(*, keep_guards: bool) -> Iterator[CompileScope]:
         if shape_env is not None:
             del shape_env.cleanup
             assert cleanup is not None
-            scope.new_guards = (len(shape_env.guards) - len(saved["guards"])) + (
-                len(shape_env.replacements) - len(saved["replacements"])
-            )
-            if not keep_guards and scope.new_guards:
+            # Symbols of this compilation's own, for sizes that data decide, are renamed to those of the trace.
+            replaced = [symbol for symbol in shape_env.replacements if symbol not in saved["replacements"]]
+            guards = len(shape_env.guards) - len(saved["guards"])
+            scope.new_guards = guards + sum(symbol in saved["var_to_range"] for symbol in replaced)
+            if not keep_guards and (guards or replaced):
                 version = getattr(shape_env, "_version_counter", 0)
                 vars(shape_env).update(saved)
                 # Caches inside the ShapeEnv are keyed by this counter: it must move forward, never back.
@@ -281,6 +312,26 @@ def random_operations(gm: fx.GraphModule) -> list[str]:
             training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
             probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
             if training and probability:
+                found.append(node.name)
+    return found
+
+
+#: where functional collectives and traced calls of torch.distributed come from
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
+
+
+def collectives(gm: fx.GraphModule) -> list[str]:
+    """Names of the graph's nodes that communicate with other ranks: one rank that runs them alone waits for ever."""
+    found = []
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            target = node.target
+            if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                operator = target if isinstance(target, torch._ops.OpOverloadPacket) else target.overloadpacket
+                communicates = operator._qualified_op_name.partition("::")[0] in _COLLECTIVES
+            else:
+                communicates = str(getattr(target, "__module__", "")).startswith("torch.distributed")
+            if communicates and node.op == "call_function":
                 found.append(node.name)
     return found
 

@@ -221,12 +221,16 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def _autograd_cache(enabled: bool) -> Iterator[None]:
-    if enabled:
+def _autograd(*, cache: bool, whole: bool) -> Iterator[None]:
+    """AOTAutograd with or without its cache. whole: a backward is compiled at once, and not when it is first run, where
+    nobody is left who could fall back.
+    """
+    with contextlib.ExitStack() as stack:
+        if not cache:
+            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        if whole and torch.is_grad_enabled():  # an option that changes the cache's key
+            stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         yield
-    else:
-        with functorch_config.patch(enable_autograd_cache=False):
-            yield
 
 
 def compile_graph(
@@ -269,7 +273,8 @@ def compile_graph(
             kept = dynamo.freeze_inputs(copied, inputs, freeze)
             arguments = [inputs[index] for index in kept]
         seen = _Capture()
-        with dynamo.isolated(keep_guards=keep_guards) as scope, _autograd_cache(autograd_cache):
+        autograd = _autograd(cache=autograd_cache, whole=bool(slots))
+        with dynamo.isolated(keep_guards=keep_guards) as scope, autograd:
             fn: Any = compile_fx(copied, arguments, inner_compile=seen, config_patches=options)
         return fn, kept, seen, scope
 

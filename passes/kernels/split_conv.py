@@ -145,9 +145,8 @@ def launch(
     one product is made, else three. See `kernel` for shapes. Returns what Triton compiled.
     """
     # Whoever calls the operator: the kernel reads all of them densely.
-    (x_high, x_low, x_scale), (w_high, w_low, w_scale) = (
-        tuple(None if part is None else part.contiguous() for part in operand) for operand in (x, w)
-    )
+    x_high, x_scale, w_high, w_scale = (part.contiguous() for part in (x[0], x[2], w[0], w[2]))
+    x_low, w_low = (None if part is None else part.contiguous() for part in (x[1], w[1]))
     _, height, width, channels = x_high.shape
     batch, out_height, out_width, outputs = out.shape
     pixels = batch * out_height * out_width

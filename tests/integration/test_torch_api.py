@@ -47,7 +47,7 @@ def test_a_copied_graph_keeps_its_static_inputs_and_shares_no_node():
         copied = dynamo.copy_graph(gm)
         assert not set(copied.graph.nodes) & set(gm.graph.nodes)
         # AOTAutograd says what is static only where it traces the graph itself, not where its cache serves the code.
-        with dynamo.isolated(keep_guards=False) as scope, inductor._autograd_cache(enabled=False):
+        with dynamo.isolated(keep_guards=False) as scope, inductor._autograd(cache=False, whole=False):
             inductor.compile_fx(copied, inputs)
         return scope.context.fw_metadata.static_input_indices, dynamo.static_inputs(gm, inputs)
 
@@ -64,7 +64,7 @@ def test_deepcopy_alone_would_lose_them():
         copied = copy.deepcopy(gm)
         with (
             dynamo.isolated(keep_guards=False) as scope,
-            inductor._autograd_cache(enabled=False),
+            inductor._autograd(cache=False, whole=False),
             contextlib.suppress(AssertionError),
         ):
             inductor.compile_fx(copied, inputs)
@@ -164,6 +164,20 @@ def test_a_candidate_that_specialises_a_size_leaves_no_guard():
     new, left, same = seen[0]
     assert new > 0
     assert (left, same) == (0, True)
+
+
+def test_a_size_that_data_decide_is_not_taken_for_a_specialised_one():
+    seen = []
+
+    def backend(gm, inputs):
+        compiled = inductor.compile_graph(gm, inputs, patches={}, caches=False, keep_guards=True)
+        seen.append(compiled.new_guards)
+        return compiled.fn
+
+    fn = torch.compile(lambda x: torch.nonzero(x) + 1, backend=backend, fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        assert fn(torch.eye(3)).tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert seen == [0]
 
 
 def test_config_patches_end_with_the_compilation():

@@ -343,6 +343,22 @@ def test_plans_show_is_readable_without_json(capsys, store):
     assert '"kernels": 12' in out
 
 
+def test_plans_diff_shows_what_two_plans_differ_in(capsys, store):
+    other = plan_key(graph="two")
+    added = PassUse(name="pad_matmul", options={"least": 8}, stage="joint")
+    uses = [PassUse(name="freeze_weights", stage="config"), added]
+    store.save(Plan(key=other, decision="candidate", freeze=True, passes=uses, profile={"kernels": 11}))
+    assert run(["plans", "diff", KEY[:8], other[:8]]) == 0
+    found = {row["value"]: (row["first"], row["second"]) for row in rows(capsys.readouterr().out)}
+    assert found == {
+        "passes[1].name": ("", "pad_matmul"),
+        "passes[1].options.least": ("", "8"),
+        "passes[1].stage": ("", "joint"),
+        "profile.kernels": ("12", "11"),
+    }
+    assert run(["plans", "diff", KEY, KEY, "--json"]) == 0 and json.loads(capsys.readouterr().out) == []
+
+
 def test_plans_remove_deletes_the_plan(capsys, store):
     assert run(["plans", "remove", KEY[:8]]) == 0
     assert str(store.path(KEY)) in capsys.readouterr().out

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiler_core.clocks import DRIFT, ClockMonitor, driver_version, sample, steady, throttle_reasons, under
+from profiler_core.clocks import (
+    DRIFT,
+    ClockMonitor,
+    clock_settings,
+    driver_version,
+    sample,
+    steady,
+    throttle_reasons,
+    under,
+)
 
 pynvml = pytest.importorskip("pynvml")
 
@@ -41,13 +50,20 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
 }
 int nvmlDeviceGetClockInfo(void *device, int kind, unsigned *mhz) {
     if (refuse) return refuse;
-    *mhz = kind == 1 ? 1980 - step * readings++ : 3201;
+    *mhz = kind == 1 ? 1980 - step * (readings++ % 15) : 3201; /* never below zero, however many readings */
     return 0;
 }
 int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *mask) {
     *mask = readings > idle_after ? 0x20 | 0x1 : 0x2;
     return 0;
 }
+int nvmlDeviceGetApplicationsClock(void *device, int kind, unsigned *mhz) {
+    if (refuse) return refuse;
+    if (kind != 1) return 3; /* NVML_ERROR_NOT_SUPPORTED */
+    *mhz = 1830;
+    return 0;
+}
+int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned *milliwatts) { *milliwatts = 600000; return 0; }
 int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) { *milliwatts = 350500 - readings; return 0; }
 int nvmlDeviceGetTemperature(void *device, int sensor, unsigned *celsius) { *celsius = 40 + readings; return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *found) {
@@ -106,6 +122,11 @@ def test_clocks_and_throttle_reasons_are_sampled(nvml: ctypes.CDLL) -> None:
 def test_one_sample_and_the_driver_version(nvml: ctypes.CDLL) -> None:
     assert sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 3201, "throttled": []}
     assert driver_version() == "580.00"
+
+
+def test_what_the_clocks_are_set_to(nvml: ctypes.CDLL) -> None:
+    assert clock_settings(CUDA) == {"sm_mhz": 1830, "memory_mhz": None, "power_limit_mw": 600000}
+    assert clock_settings(torch.device("cuda", 1)) == {}, "no such device"
 
 
 def test_a_refused_reading_is_missing_and_not_zero(nvml: ctypes.CDLL) -> None:

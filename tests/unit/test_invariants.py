@@ -107,6 +107,26 @@ def after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 # -- form, inputs, operators, values ----------------------------------------------------------------------------------
 
 
+def test_a_value_computed_from_what_keeps_effects_in_order_is_undone():
+    from torch._higher_order_ops.effects import with_effects
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    token = graph.call_function(torch.ops.prims._make_token.default)
+    check = torch.ops.aten._assert_async.msg
+    done = graph.call_function(with_effects, (token, check, x, "not true"))
+    last = graph.call_function(operator.getitem, (done, 0))
+    graph.call_function(torch.ops.prims._sink_tokens.default, ([last],))
+    graph.output((x,))
+
+    def scaled(token: fx.Node) -> None:
+        scaled = after(token, torch.ops.aten.mul.Tensor, token, 1.0)
+        token.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+    for position in (1, 3):
+        undone(graph, lambda graph, n=position: scaled(list(graph.nodes)[n]), "mutation", "mul", "effects in order")
+
+
 @pytest.fixture
 def plain() -> fx.Graph:
     return trace(lambda x, y: torch.relu(x).matmul(y), torch.randn(4, 8), torch.randn(8, 8))

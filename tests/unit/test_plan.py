@@ -12,20 +12,26 @@ from pathlib import Path
 
 import filelock
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxopt import machine, registry, verify
 from fxopt import plan as plan_module
 from fxopt.plan import (
     PLAN_SCHEMA,
+    Machine,
     PassUse,
     Plan,
     PlanCorrupt,
     PlanNewer,
     PlanStore,
     PlanStoreError,
+    parse_plan,
     plan_key,
 )
+from fxopt.plan_passes import PlanRefused, _as, passes_of
+from fxopt.registry import PassContext
 
 KEY = plan_key(graph="a linear layer", shapes=[[4, 8]])
 OTHER = plan_key(graph="another")
@@ -465,3 +471,123 @@ def test_no_content_of_a_file_gets_through_but_as_a_plan_or_a_named_error(tmp_pa
     spoil(store, content)
     with pytest.raises(PlanStoreError, match=KEY):
         store.load(KEY)
+
+
+# --- size, machines, and plans of others ------------------------------------------------------------------
+
+
+def used(path: Path, seconds_ago: float) -> None:
+    when = path.stat().st_mtime_ns - int(seconds_ago * 1e9)
+    os.utime(path, ns=(when, when))
+
+
+def test_the_store_keeps_to_its_bound_and_what_was_used_longest_ago_goes(tmp_path):
+    size = len(a_plan().content())
+    store = PlanStore(tmp_path, max_bytes=int(3.5 * size))
+    keys = [plan_key(n=n) for n in range(3)]
+    for age, key in zip((30, 20, 10), keys, strict=True):
+        used(store.save(a_plan(key)), age)
+    store.load(keys[0])  # which is a use
+    store.save(a_plan(KEY))
+    assert {row.key for row in store.list()} == {keys[0], keys[2], KEY}
+
+
+def test_what_lies_beside_the_plans_counts_and_goes_too_and_ceilings_stay(tmp_path):
+    store = PlanStore(tmp_path, max_bytes=5000)
+    files = {}
+    for folder in ("provenance", "reports", "measured", "ceilings"):
+        path = files[folder] = tmp_path / folder / "a.json"
+        path.parent.mkdir()
+        path.write_text("x" * 4000)
+        used(path, 60)
+    store.save(a_plan())
+    assert [name for name, path in files.items() if path.exists()] == ["ceilings"]
+    assert store.load(KEY) is not None
+
+
+def test_a_plan_larger_than_the_bound_is_kept_alone(tmp_path):
+    store = PlanStore(tmp_path, max_bytes=10)
+    store.save(a_plan(OTHER))
+    store.save(a_plan())
+    assert [row.key for row in store.list()] == [KEY]
+
+
+def test_the_listing_is_by_writing_not_by_use(store):
+    for age, key in ((20, KEY), (10, OTHER)):
+        used(store.save(a_plan(key)), age)
+    store.load(KEY)
+    assert [row.key for row in store.list()] == [OTHER, KEY]
+
+
+def test_the_digest_is_of_what_is_decided_not_of_where_it_was_verified():
+    here = a_plan(machines=[Machine(host="here")])
+    assert here.digest() == a_plan(created=here.created).digest()
+    assert here.digest() != a_plan(created=here.created, freeze=True).digest()
+
+
+def test_a_message_that_holds_no_plan_is_named():
+    assert parse_plan(a_plan().content(), KEY, "a message").passes == a_plan().passes
+    for content in (b"\x80\x04.", b"{", b"[]", json.dumps({"schema_version": 1}).encode()):
+        with pytest.raises(PlanStoreError, match="a message holds no plan: "):
+            parse_plan(content, KEY, "a message")
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "same"),
+    [
+        (("a", []), ("a", []), True),
+        (("a", []), ("b", []), False),
+        (("a", ["g1"]), ("a", ["g1", "g2"]), True),
+        (("a", ["g1"]), ("a", ["g2"]), False),
+        (("b", ["g1"]), ("a", ["g1"]), False),
+    ],
+)
+def test_a_machine_is_a_host_and_its_gpus(mine, other, same):
+    (host, gpus), (other_host, other_gpus) = mine, other
+    assert machine.known(Machine(host=host, gpus=gpus), [Machine(host=other_host, gpus=other_gpus)]) is same
+    assert not machine.known(Machine(host=host, gpus=gpus), [])
+
+
+def test_a_plan_names_no_machine_in_the_clear():
+    import platform
+
+    here = machine.machine(torch.device("cpu"))
+    assert here == machine.machine(torch.device("cpu"))
+    assert platform.node() not in here.host and len(here.host) == 16
+
+
+CONTEXT = PassContext(torch.device("cpu"), verify.parse_precision("fp32"))
+
+
+def refused(use: dict, match: str, context: PassContext = CONTEXT) -> None:
+    allowed = registry.select(["causal_mask", "promote_matmul_precision", "pad_matmul"], ())
+    with pytest.raises(PlanRefused, match=match) as error:
+        passes_of(a_plan(passes=[use]), allowed, context)
+    assert "Nothing of it was used" in str(error.value) and KEY[:12] in str(error.value)
+
+
+def test_a_plan_may_use_only_what_the_caller_allows():
+    refused({"name": "os.system", "stage": "joint"}, r"passes\[0\]: 'os.system' is not a pass that may run here")
+    refused({"name": "freeze_weights", "stage": "config"}, "'freeze_weights' is not a pass that may run here")
+    refused({"name": "causal_mask", "stage": "runtime"}, "has the stage joint, not 'runtime'")
+    refused({"name": "promote_matmul_precision", "stage": "joint"}, "needs precision='bf16'")
+
+
+@pytest.mark.parametrize("value", ["__import__('os').system('true')", [1], {"a": 1}, 1.5, True, None])
+def test_an_option_is_a_plain_value_of_its_defaults_type(value):
+    refused({"name": "causal_mask", "stage": "joint", "options": {"max_bytes": value}}, "the option 'max_bytes' is")
+
+
+def test_an_option_that_the_pass_lacks_is_refused_and_a_right_one_is_taken():
+    refused({"name": "causal_mask", "stage": "joint", "options": {"__class__": "x"}}, "no option is named '__class__'")
+    use = {"name": "causal_mask", "stage": "joint", "options": {"max_bytes": 7}}
+    (made,) = passes_of(a_plan(passes=[use]), registry.select(["causal_mask"], ()), CONTEXT)
+    assert made.options()["max_bytes"] == 7
+
+
+def test_lists_become_tuples_and_a_pass_stands_once():
+    assert _as([1, [2, 3]], (), "name") == (1, (2, 3))
+    assert _as([1], None, "name") == (1,) and _as(2, 1.0, "name") == 2
+    use = {"name": "causal_mask", "stage": "joint"}
+    with pytest.raises(PlanRefused, match=r"passes\[1\]"):
+        passes_of(a_plan(passes=[use, use]), registry.select(["causal_mask"], ()), CONTEXT)

@@ -270,3 +270,12 @@ def test_an_idle_pass_and_a_wrapping_one_cost_no_compilation(monkeypatch):
     both = bench.trials.evaluate(Step((Tile(), wrap), wrap), tiled)
     assert both is not None and both.entry.paired.ratio == 2.0
     assert bench.built == ["tile"]
+
+
+def test_what_only_wraps_code_that_is_held_needs_no_compiling(monkeypatch):
+    trials = Bench(monkeypatch, {"tile": (50.0, 50.0)}).trials
+    assert trials.compiles(Step((Tile(), Wrap()), Wrap()))
+    held = trials.evaluate(Step((Tile(),), Tile()), None)
+    assert held is not None
+    assert not trials.compiles(Step((Tile(), Wrap()), Wrap()))
+    assert trials.compiles(Step((Fuse(), Wrap()), Wrap()))

@@ -1,0 +1,117 @@
+"""Inputs that overlap in memory while the graph writes to one of them.
+
+What AOTAutograd and Inductor make of such a call is wrong (seen in torch 2.11 and 2.13: the write does not reach the
+other input), and nothing guards code that was compiled for inputs apart from each other. Such a call runs the graph as
+Dynamo captured it. Only graphs that write to an input of the caller's are looked at, half a microsecond an input and
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxopt.reference import extent
+from fxopt.torch_api import dynamo
+
+
+class OverlapWatch:
+    """The inputs of one graph that may come to overlap, and the graph as it was captured.
+
+    written, watched: positions of the inputs that the graph writes to, and of all that could overlap with these.
+    """
+
+    def __init__(self, gm: fx.GraphModule, written: frozenset[int], watched: Sequence[int]) -> None:
+        self.captured = dynamo.copy_graph(gm)
+        self._written = written
+        self._watched = list(watched)
+        self._last: tuple[Any, bool] = (None, False)  # what was found of which tensors in one memory
+
+    @staticmethod
+    def of(gm: fx.GraphModule, inputs: Sequence[Any]) -> OverlapWatch | None:
+        """None where nothing can overlap: the graph writes to none of the caller's tensors, or gets only one.
+
+        Parameters and buffers count as nobody's but the module's.
+        """
+        if any(dynamo.is_fake(value) for value in inputs):
+            return None
+        static = dynamo.static_inputs(gm, inputs)
+        watched = [
+            i
+            for i, value in enumerate(inputs)
+            if i not in static and isinstance(value, torch.Tensor) and value.layout is torch.strided
+        ]
+        written = dynamo.written_inputs(gm) & frozenset(watched)
+        return OverlapWatch(gm, written, watched) if written and len(watched) > 1 else None
+
+    def overlap(self, args: Sequence[Any]) -> bool:
+        """Whether an input that is written to has an element in common with another one."""
+        tensors = [args[i] for i in self._watched]
+        if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors):
+            return False
+        where = [(tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors]
+        known, found = self._last
+        if known != where:
+            found = self._any_meet(args)
+            self._last = where, found
+        return found
+
+    def _any_meet(self, args: Sequence[Any]) -> bool:
+        spans = sorted((*_addresses(args[i]), i) for i in self._watched if args[i].numel())
+        for n, (_, end, i) in enumerate(spans):
+            for low, _, j in spans[n + 1 :]:
+                if low >= end:
+                    break
+                if (i in self._written or j in self._written) and _meet(args[i], args[j]):
+                    return True
+        return False
+
+    def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, but for calls with overlapping inputs, which run the captured graph."""
+
+        def checked(*args: Any) -> Any:
+            return self.captured(*args) if self.overlap(args) else fn(*args)
+
+        return checked
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Half-open range of addresses, from the first element to past the last."""
+    low, high = extent(tensor)
+    return tensor.data_ptr(), tensor.data_ptr() + (high - low) * tensor.element_size()
+
+
+#: steps after which two tensors count as overlapping; views of an ordinary tensor take a handful
+_MOST_STEPS = 1000
+
+
+def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors whose ranges overlap have an address in common, as columns of one matrix have not.
+
+    They have if y's first address minus x's is a sum of c * stride over the strides of both, each c within the sizes.
+    The largest stride is chosen first, so that what the others can still reach leaves few c to try.
+    """
+    apart = y.data_ptr() - x.data_ptr()
+    if x.element_size() != y.element_size() or apart % x.element_size():
+        return True
+    steps: dict[int, list[int]] = {}
+    for tensor, side in ((x, 1), (y, 0)):
+        for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+            steps.setdefault(stride, [0, 0])[side] += size - 1
+    terms = [(stride, -low, high) for stride, (low, high) in sorted(steps.items(), reverse=True) if stride]
+    left = _MOST_STEPS
+
+    def reachable(target: int, n: int) -> bool:
+        nonlocal left
+        if n == len(terms):
+            return target == 0
+        stride, low, high = terms[n]
+        least, most = (sum(term[side] * term[0] for term in terms[n + 1 :]) for side in (1, 2))
+        first, last = max(low, -((most - target) // stride)), min(high, (target - least) // stride)
+        left -= max(0, last - first + 1)
+        return left < 0 or any(reachable(target - c * stride, n + 1) for c in range(first, last + 1))
+
+    return reachable(apart // x.element_size(), 0)
