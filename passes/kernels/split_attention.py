@@ -6,9 +6,7 @@ tensor core's accumulator rounds towards zero, so none lives longer than one blo
 taken over into fp32 registers.
 
 Keys and values are read by every tile of queries, and Hopper's matrix instruction wants them in shared memory in 16
-bits: `split_keys_and_values` writes their planes once. Where there are two tiles of queries at most, each splits what
-it reads by itself (INLINE), which costs less than another kernel. Queries are split by the tile that reads them, once.
-The scales:
+bits: `split_keys_and_values` writes their planes once. Queries are split by the tile that reads them, once. The scales:
 
 - q: one for each tile of M queries; k: one for each block of N keys. What is too small against the largest of its tile
   for the planes is off by at most 2^-50 of that largest, so a score is off by 2^-22 of |q| |k|, as fp32 has it, plus
@@ -88,32 +86,6 @@ def _split(y):
 
 
 @triton.jit
-def _split_keys(keys):
-    """(high, low, inverse scale, largest) of a block of keys."""
-    largest = tl.max(tl.max(_magnitude(keys), 1), 0)
-    scale, inverse = _scales(largest, LEAST_SCORE)
-    hi, lo = _split(keys * scale)
-    return hi, lo, inverse, largest
-
-
-@triton.jit
-def _split_values(values, k_largest, N: tl.constexpr):
-    """(high, low, inverse scales with the weights' 2^-14, bound) of a block of N values: bound is the block's largest
-    |k|, Inf where the planes do not hold the block.
-    """
-    magnitude = _magnitude(values)
-    largest = tl.max(magnitude, 0)
-    small = tl.sum(((magnitude < largest[None, :] * 2.0**-28) & (magnitude != 0)).to(tl.int32), 0)
-    held = (largest >= 2.0**-98) & (largest < float("inf")) & (small * 64 <= N)
-    all_held = tl.min((held | (largest == 0)).to(tl.int32), 0)
-    scale, inverse = _scales(largest, LEAST_VALUE)
-    hi, lo = _split(values * scale[None, :])
-    # 0 for a column of zeros, whose sums are 0 whatever they are multiplied by: it counts for nothing in _lost.
-    inverse = tl.where(largest == 0, 0.0, inverse * 2.0**-14)
-    return hi, lo, inverse, tl.where(all_held == 1, k_largest, float("inf"))
-
-
-@triton.jit
 def split_keys_and_values(
     k, v, planes, bound, k_inverse, v_inverse, heads, kv_len, head_dim, blocks, plane,
     skb, skh, skn, skd, svb, svh, svn, svd,
@@ -137,15 +109,25 @@ def split_keys_and_values(
     values = tl.load(v + rows[:, None] * svn + cols[None, :] * svd, mask=mask, other=0.0)
     planes += at * N * D + tl.arange(0, N)[:, None] * D + cols[None, :]
 
-    hi, lo, inverse, k_largest = _split_keys(keys)
+    k_largest = tl.max(tl.max(_magnitude(keys), 1), 0)
+    k_scale, inverse = _scales(k_largest, LEAST_SCORE)
+    hi, lo = _split(keys * k_scale)
     tl.store(planes, hi)
     tl.store(planes + plane, lo)
     tl.store(k_inverse + at, inverse)
-    hi, lo, inverse, most = _split_values(values, k_largest, N)
+
+    magnitude = _magnitude(values)
+    largest = tl.max(magnitude, 0)
+    small = tl.sum(((magnitude < largest[None, :] * 2.0**-28) & (magnitude != 0)).to(tl.int32), 0)
+    held = (largest >= 2.0**-98) & (largest < float("inf")) & (small * 64 <= N)
+    all_held = tl.min((held | (largest == 0)).to(tl.int32), 0)
+    v_scale, inverse = _scales(largest, LEAST_VALUE)
+    hi, lo = _split(values * v_scale[None, :])
     tl.store(planes + 2 * plane, hi)
     tl.store(planes + 3 * plane, lo)
-    tl.store(v_inverse + at * D + cols, inverse)
-    tl.store(bound + at, most)
+    # 0 for a column of zeros, whose sums are 0 whatever they are multiplied by: it counts for nothing in _lost.
+    tl.store(v_inverse + at * D + cols, tl.where(largest == 0, 0.0, inverse * 2.0**-14))
+    tl.store(bound + at, tl.where(all_held == 1, k_largest, float("inf")))
 
 
 @triton.jit
@@ -180,34 +162,22 @@ def _lost(acc, v_most, kv_len):
 
 @triton.jit
 def _blocks(
-    acc, total, m, v_most, worst, q_hi, q_lo, q_factor, planes, plane, k_inverse, v_inverse, k, v, bias, stride_bias_n,
-    first, last, rows, q_len, kv_len, head_dim, skn, skd, svn, svd,
+    acc, total, m, v_most, q_hi, q_lo, q_factor, planes, plane, k_inverse, v_inverse, bias, stride_bias_n,
+    first, last, rows, q_len, kv_len,
     N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr,
-    INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, last) from the planes, or with INLINE from k and v. MASK: some of their keys are invisible, or
-    past the end. worst: the largest bound so far.
-    """
+    """Blocks [first, last) from the planes. MASK: some of their keys are invisible, or past the end."""
     cols = tl.arange(0, D)
     inside = tl.arange(0, N)[:, None] * D + cols[None, :]
     for block in range(first, last):
         keys = block * N + tl.arange(0, N)
-        if INLINE:
-            there = (keys < kv_len)[:, None] & (cols < head_dim)[None, :]
-            own_keys = tl.load(k + keys[:, None] * skn + cols[None, :] * skd, mask=there, other=0.0)
-            own_values = tl.load(v + keys[:, None] * svn + cols[None, :] * svd, mask=there, other=0.0)
-            k_hi, k_lo, k_factor, k_largest = _split_keys(own_keys)
-            v_hi, v_lo, inverse, most = _split_values(own_values, k_largest, N)
-            worst = tl.maximum(worst, most)
-        else:
-            at = planes + block * (N * D) + inside
-            k_hi = tl.load(at)
-            k_lo = tl.load(at + plane)
-            k_factor = tl.load(k_inverse + block)
+        at = planes + block * (N * D) + inside
+        k_hi = tl.load(at)
+        k_lo = tl.load(at + plane)
         s = tl.dot(q_lo, tl.trans(k_hi))
         s = tl.dot(q_hi, tl.trans(k_lo), s)
         s = tl.dot(q_hi, tl.trans(k_hi), s * LOW)
-        factor = q_factor * k_factor
+        factor = q_factor * tl.load(k_inverse + block)
         if HAS_BIAS:
             there = (rows < q_len)[:, None] & (keys < kv_len)[None, :]
             added = tl.load(bias + keys[None, :] * stride_bias_n, mask=there, other=0.0)
@@ -221,16 +191,15 @@ def _blocks(
         p = tl.exp2(s * factor - shift[:, None])
         total = total * alpha + tl.sum(p, 1)
         p_hi, p_lo = _split(p * 16384.0)
-        if not INLINE:
-            v_hi = tl.load(at + 2 * plane)
-            v_lo = tl.load(at + 3 * plane)
-            inverse = tl.load(v_inverse + block * D + cols)
+        v_hi = tl.load(at + 2 * plane)
+        v_lo = tl.load(at + 3 * plane)
         o = tl.dot(p_lo, v_hi)
         o = tl.dot(p_hi, v_lo, o)
         o = tl.dot(p_hi, v_hi, o * LOW)
+        inverse = tl.load(v_inverse + block * D + cols)
         acc = acc * alpha[:, None] + o * inverse[None, :]
         v_most = tl.maximum(v_most, inverse)
-    return acc, total, m, v_most, worst
+    return acc, total, m, v_most
 
 
 @triton.jit
@@ -271,12 +240,11 @@ def split_attention(
     heads, q_len, kv_len, head_dim, blocks, plane, scale, limit,
     sqb, sqh, sqm, sqd, skb, skh, skn, skd, svb, svh, svn, svd, sbb, sbh, sbm, sbn, sob, soh, som,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, INLINE: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The output of one tile of M queries of one head. Grid: heads of the batch * tiles.
 
-    limit: what max|q| * max|k| may be. EVEN: every key of every block is there and visible. INLINE: planes, bound,
-    k_inverse and v_inverse are not read; the tile splits the keys and values itself.
+    limit: what max|q| * max|k| may be. EVEN: every key of every block is there and visible.
     """
     tiles = tl.cdiv(q_len, M)
     tile = tl.program_id(0) % tiles
@@ -300,14 +268,11 @@ def split_attention(
     if CAUSAL:
         last = min(last, tl.cdiv(tile * M + M, N))
         full = min(full, (tile * M + 1) // N)
-    k += batch * skb + within * skh
-    v += batch * svb + within * svh
+    bound += head * blocks
     worst = 0.0
-    if not INLINE:
-        bound += head * blocks
-        for at in range(0, last, 64):
-            which = at + tl.arange(0, 64)
-            worst = tl.maximum(worst, tl.max(tl.load(bound + which, mask=which < last, other=0.0), 0))
+    for at in range(0, last, 64):
+        which = at + tl.arange(0, 64)
+        worst = tl.maximum(worst, tl.max(tl.load(bound + which, mask=which < last, other=0.0), 0))
 
     acc = tl.zeros((M, D), dtype=tl.float32)
     total = tl.zeros((M,), dtype=tl.float32)
@@ -318,27 +283,23 @@ def split_attention(
         k_inverse += head * blocks
         v_inverse += head * blocks * D
         v_most = tl.zeros((D,), dtype=tl.float32)
-        acc, total, m, v_most, worst = _blocks(
-            acc, total, m, v_most, worst, q_hi, q_lo, q_inverse * scale, planes, plane, k_inverse, v_inverse, k, v,
-            bias, sbn, 0, full, rows, q_len, kv_len, head_dim, skn, skd, svn, svd,
-            N, D, CAUSAL, HAS_BIAS, False, INLINE,
+        acc, total, m, v_most = _blocks(
+            acc, total, m, v_most, q_hi, q_lo, q_inverse * scale, planes, plane, k_inverse, v_inverse, bias, sbn,
+            0, full, rows, q_len, kv_len, N, D, CAUSAL, HAS_BIAS, False,
         )  # fmt: skip
         if not EVEN:
-            acc, total, m, v_most, worst = _blocks(
-                acc, total, m, v_most, worst, q_hi, q_lo, q_inverse * scale, planes, plane, k_inverse, v_inverse, k, v,
-                bias, sbn, full, last, rows, q_len, kv_len, head_dim, skn, skd, svn, svd,
-                N, D, CAUSAL, HAS_BIAS, True, INLINE,
+            acc, total, m, v_most = _blocks(
+                acc, total, m, v_most, q_hi, q_lo, q_inverse * scale, planes, plane, k_inverse, v_inverse, bias, sbn,
+                full, last, rows, q_len, kv_len, N, D, CAUSAL, HAS_BIAS, True,
             )  # fmt: skip
         # A row past the end, or of which nothing is visible, has lost nothing.
         exact = _lost(tl.where(((rows < q_len) & (total > 0))[:, None], acc, float("inf")), v_most, kv_len)
-        if INLINE:  # only now the keys and values have been seen
-            exact = tl.where((worst < HIGH_ENOUGH) & (q_largest * worst <= limit), exact, 1)
     if exact:
         acc = tl.zeros((M, D), dtype=tl.float32)
         total = tl.zeros((M,), dtype=tl.float32)
         m = tl.full((M,), float("-inf"), dtype=tl.float32)
         acc, total, m = _exact(
-            acc, total, m, q, k, v, bias, sbn,
+            acc, total, m, q, k + batch * skb + within * skh, v + batch * svb + within * svh, bias, sbn,
             min(last * N, kv_len), rows, q_len, kv_len, head_dim, scale, sqm, sqd, skn, skd, svn, svd,
             M, D, CAUSAL, HAS_BIAS,
         )  # fmt: skip
@@ -356,13 +317,11 @@ def attend(
     scale: float,
     causal: bool,
     tiles: Tiles | None = None,
-    inline: bool | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale + bias) v of fp32 [batch, heads, length, head_dim <= 128], any strides; head_dim alike.
 
     Returns [batch, heads, q_len, head_dim] in the memory of [batch, q_len, heads, head_dim], as torch's efficient
-    attention does. bias: expands to [batch, heads, q_len, kv_len]. causal: query i sees keys up to i. inline: whether
-    each tile of queries splits what it reads; by default where there are at most two.
+    attention does. bias: expands to [batch, heads, q_len, kv_len]. causal: query i sees keys up to i.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_len = k.shape[2]
@@ -375,24 +334,19 @@ def attend(
         stages = min(stages, 2)
     bias = None if bias is None else bias.expand(batch, heads, q_len, kv_len)
     blocks = triton.cdiv(kv_len, n)
-    inline = triton.cdiv(q_len, m) <= 2 if inline is None else inline
-    planes, plane, bound, k_inverse, v_inverse = q, 0, q, q, q  # which nobody reads
-    if not inline:
-        planes = q.new_empty((4, batch * heads, blocks * n, d), dtype=torch.float16)
-        plane = planes.stride(0)
-        bound, k_inverse = q.new_empty((2, batch * heads, blocks))
-        v_inverse = q.new_empty((batch * heads, blocks, d))
+    planes = q.new_empty((4, batch * heads, blocks * n, d), dtype=torch.float16)
+    bound, k_inverse = q.new_empty((2, batch * heads, blocks))
+    v_inverse = q.new_empty((batch * heads, blocks, d))
     with torch.cuda.device_of(q):
-        if not inline:
-            split_keys_and_values[(batch * heads * blocks,)](
-                k, v, planes, bound, k_inverse, v_inverse, heads, kv_len, head_dim, blocks, plane,
-                *k.stride(), *v.stride(), N=n, D=d, num_warps=4,
-            )  # fmt: skip
+        split_keys_and_values[(batch * heads * blocks,)](
+            k, v, planes, bound, k_inverse, v_inverse, heads, kv_len, head_dim, blocks, planes.stride(0),
+            *k.stride(), *v.stride(), N=n, D=d, num_warps=4,
+        )  # fmt: skip
         split_attention[(batch * heads * triton.cdiv(q_len, m),)](
             q, k, v, bias, out, planes, bound, k_inverse, v_inverse,
-            heads, q_len, kv_len, head_dim, blocks, plane, scale, SCORES / (scale * head_dim),
+            heads, q_len, kv_len, head_dim, blocks, planes.stride(0), scale, SCORES / (scale * head_dim),
             *q.stride(), *k.stride(), *v.stride(), *(bias.stride() if bias is not None else (0,) * 4),
             *out.stride()[:3], M=m, N=n, D=d, CAUSAL=causal, HAS_BIAS=bias is not None,
-            EVEN=not causal and kv_len % n == 0, INLINE=inline, num_warps=warps, num_stages=stages,
+            EVEN=not causal and kv_len % n == 0, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, tiles: Any, inline: bool) -> Any:
+def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, tiles: Any) -> Any:
     """Runs in the other process. Arrays in and out."""
     import triton.runtime.interpreter as interpreter
 
@@ -40,7 +40,7 @@ def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, t
 
         interpreter._patch_lang_tensor = patch_with_index
     q, k, v, bias = (None if x is None else _tensor(*x) for x in (q, k, v, bias))
-    out = attend(q, k, v, bias, scale, causal, None if tiles is None else Tiles(*tiles), inline)
+    out = attend(q, k, v, bias, scale, causal, None if tiles is None else Tiles(*tiles))
     return out.numpy(), out.stride()
 
 
@@ -54,8 +54,8 @@ def _array(x: torch.Tensor) -> Any:
     return whole.numpy(), tuple(x.shape), x.stride()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["split by each tile", "split beforehand"])
-def kernel(request) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -64,7 +64,7 @@ def kernel(request) -> Iterator[Any]:
         def attend(q, k, v, bias=None, scale=None, causal=False, tiles=None) -> torch.Tensor:
             arrays = [None if x is None else _array(x) for x in (q, k, v, bias)]
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            out, stride = pool.submit(interpreted, *arrays, scale, causal, tiles, request.param).result()
+            out, stride = pool.submit(interpreted, *arrays, scale, causal, tiles).result()
             result = torch.from_numpy(out)
             assert stride == q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2).stride()
             return result
