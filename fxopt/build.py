@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxopt import bisect
@@ -118,6 +119,7 @@ class Builder:
         """Compile with `passes`, which must be in order. Raises what Inductor raises; a pass's failure is a report."""
         asked: dict[str, Any] = {}
         freeze: frozenset[int] = frozenset()
+        compute: dict[int, torch.dtype] = {}
         reports: dict[str, PassReport] = {}
         configured: list[tuple[ConfigPass, list[int], Configuration]] = []
         for p in passes:
@@ -128,6 +130,7 @@ class Builder:
                     continue
                 asked.update(configuration.patches)
                 freeze |= configuration.freeze
+                compute.update(configuration.compute)
                 configured.append((p, accepted, configuration))
         slots = self._slots(passes)
         runtime = [p for p in passes if isinstance(p, RuntimePass)]
@@ -136,7 +139,7 @@ class Builder:
                 stack.enter_context(wrapping.compiling())
             # What the caller asked for stands, whatever a pass would rather have.
             patches = {**asked, **self.patches}
-            compiled = self._compile(patches, slots, freeze, keep_guards, capture=bool(configured))
+            compiled = self._compile(patches, slots, freeze, compute, keep_guards, capture=bool(configured))
         for p, accepted, configuration in configured:
             reports[p.name] = self._took_effect(p, reports[p.name], compiled, accepted)
             self._dump(p, reports[p.name], configuration)
@@ -221,11 +224,12 @@ class Builder:
         patches: Mapping[str, Any],
         slots: Mapping[str, SlotPass],
         freeze: frozenset[int],
+        compute: Mapping[int, torch.dtype],
         keep_guards: bool,
         capture: bool,
     ) -> inductor.Compiled:
         """capture: with the graph and the code, in which a config pass counts what it did."""
-        kept = self._report_file(patches, slots, freeze)
+        kept = self._report_file(patches, slots, freeze, compute)
 
         def compile_once(caches: bool) -> inductor.Compiled:
             for slot in slots.values():
@@ -236,6 +240,7 @@ class Builder:
                 patches=patches,
                 slots=slots,
                 freeze=freeze,
+                compute=compute,
                 capture=capture,
                 caches=caches,
                 keep_guards=keep_guards,
@@ -253,7 +258,11 @@ class Builder:
         return compiled
 
     def _report_file(
-        self, patches: Mapping[str, Any], slots: Mapping[str, SlotPass], freeze: frozenset[int]
+        self,
+        patches: Mapping[str, Any],
+        slots: Mapping[str, SlotPass],
+        freeze: frozenset[int],
+        compute: Mapping[int, torch.dtype],
     ) -> Path | None:
         """Where the reports of this very compilation are kept; None where no cache will ever serve it."""
         uuids = {name: slot.uuid() for name, slot in slots.items()}
@@ -266,6 +275,7 @@ class Builder:
             "inputs": [identity.describe_input(value) for value in self.inputs],
             "passes": uuids,
             "freeze": freeze,
+            "compute": {str(position): str(dtype) for position, dtype in compute.items()},
             "inductor": {key: identity._spell(value) for key, value in patches.items()},
             "inductor_config": inductor.config_fingerprint(),
             "versions": identity.versions(),

@@ -154,10 +154,13 @@ def _origins(source: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a config pass asks for: Inductor options, and positions of inputs to hold constant."""
+    """What a config pass asks for: Inductor options, positions of inputs to hold constant, and the types by position
+    that fp32 inputs are cast to, with fp32 outputs cast back.
+    """
 
     patches: Mapping[str, Any] = field(default_factory=dict)
     freeze: frozenset[int] = frozenset()
+    compute: Mapping[int, torch.dtype] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
+from fxopt.torch_api.dynamo import storage_of
 from fxopt.verify import Precision
 
 #: Inductor's option to fold arithmetic with constants into a linear layer, as it does for convolutions anyway
@@ -42,6 +42,7 @@ class FreezeWeights(ConfigPass):
         "split_precision_gemm",
         "split_precision_conv",
         "channels_last",
+        "bf16_graph",
     )
 
     def applicable(self, context: PassContext) -> str:
@@ -55,14 +56,14 @@ class FreezeWeights(ConfigPass):
         self, gm: fx.GraphModule, inputs: Sequence[Any], context: PassContext
     ) -> Iterable[tuple[int, Candidate]]:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        returned = {storage for node in gm.graph.output_node().all_input_nodes if (storage := _storage(node))}
+        returned = {storage for node in gm.graph.output_node().all_input_nodes if (storage := storage_of(node))}
         for position in sorted(context.static):
             name = nodes[position].name
             if position in context.mutated:
                 yield position, Candidate(name, "the graph writes to it")
             elif inputs[position].is_inference():
                 yield position, Candidate(name, "an inference tensor: torch does not count what is written to it")
-            elif _storage(nodes[position]) in returned:
+            elif storage_of(nodes[position]) in returned:
                 yield position, Candidate(name, "the graph returns it, or a view of it")
             elif not nodes[position].users:
                 yield position, Candidate(name, "unused")
@@ -79,10 +80,3 @@ class FreezeWeights(ConfigPass):
         left_over = compiled.placeholders - (len(compiled.kept) if compiled.kept is not None else 0)
         return max(0, len(compiled.frozen) - max(0, left_over))
 
-
-def _storage(node: fx.Node) -> int | None:
-    """What tells the memory of a node's value in Dynamo's graph from any other; None where it is no plain tensor."""
-    value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return value.untyped_storage()._cdata

@@ -110,6 +110,9 @@ class SplitPrecisionGemm(GraphPass):
                 yield Candidate(node.name, f"a side has {min(sizes[-3:])} elements: most of a tile would be padding")
             elif node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
                 yield Candidate(node.name, "beta or alpha is not 1")
+            elif self.method == "fp16" and (faster := self._slower_than_tf32(node, context)):
+                own, theirs = faster
+                yield Candidate(node.name, f"cuBLAS takes {theirs:.0f} us in TF32, this kernel {own:.0f} us")
             else:
                 yield Candidate(node.name)
 
@@ -124,22 +127,37 @@ class SplitPrecisionGemm(GraphPass):
         node.replace_all_uses_with(product)
         graph.erase_node(node)
 
-    def _product(self, graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, context: PassContext) -> fx.Node:
-        """The product, by this project's own kernel or by cuBLAS; a bias [N] may be in it."""
-        added = node.args[0] if len(node.args) > 2 else None
-        m, k = a.meta["val"].shape[-2:]
-        bias = added if isinstance(added, fx.Node) and _is_row(added.meta["val"], b.meta["val"].shape[-1]) else None
+    def _slower_than_tf32(self, node: fx.Node, context: PassContext) -> tuple[float, float] | None:
+        """Microseconds of this kernel and of cuBLAS, where the latter is faster at the same accuracy. `tf32_matmul`
+        then has the product: every budget that allows fp16 allows it.
+        """
+        device = node.meta["val"].device
+        product, choices = self._measured(node, context)
+        own, theirs = choices.tile(product, device)[1], choices.tf32(product, device)
+        return (own, theirs) if 0 < theirs < own else None
+
+    def _measured(self, node: fx.Node, context: PassContext) -> tuple[launch.Product, launch.Choices]:
+        args: Any = node.args
+        left, _ = _LEFT[node.target]
+        a, b = (args[i].meta["val"] for i in (left, left + 1))
+        m, k = a.shape[-2:]
         product = launch.Product(
             m,
-            b.meta["val"].shape[-1],
+            b.shape[-1],
             k,
-            batch=a.meta["val"].shape[0] if a.meta["val"].dim() == 3 else 1,
+            batch=a.shape[0] if a.dim() == 3 else 1,
             terms=1 if self.method == "fp16" else 3,
             block=_BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 and self.method != "fp16" else 0,
-            bias=bias is not None,
+            bias=_bias_of(node) is not None,
         )
+        return product, launch.choices(context.cache / "tiles.json" if context.cache is not None else None)
+
+    def _product(self, graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, context: PassContext) -> fx.Node:
+        """The product, by this project's own kernel or by cuBLAS; a bias [N] may be in it."""
+        bias = _bias_of(node)
+        m, k = a.meta["val"].shape[-2:]
+        product, choices = self._measured(node, context)
         device = a.meta["val"].device
-        choices = launch.choices(context.cache / "tiles.json" if context.cache is not None else None)
         tile, took = choices.tile(product, device)
         if self.method == "bf16x3":
             # Writing the parts, at what Inductor's concatenation reaches, against writing planes.
@@ -174,6 +192,16 @@ def _allowed(method: str, context: PassContext) -> bool:
         # For a number only: a class that allows TF32 has no use for what is slower and more accurate.
         return budget.max_rel_l2 is not None and budget.allows(Precision.TF32, _BF16X3_ERROR)
     return method == "fp16x3" or budget.allows(Precision.TF32, _FP16_ERROR)
+
+
+def _bias_of(node: fx.Node) -> fx.Node | None:
+    """What is added to the product, where the kernel can add it."""
+    args: Any = node.args
+    added = args[0] if len(args) > 2 else None
+    if not isinstance(added, fx.Node):
+        return None
+    right = args[_LEFT[node.target][0] + 1]
+    return added if _is_row(added.meta["val"], right.meta["val"].shape[-1]) else None
 
 
 def _is_row(added: torch.Tensor, n: int) -> bool:

@@ -260,6 +260,8 @@ def _configured(p: ConfigPass, graph: fx.GraphModule, inputs: list[Any], context
         return Result(report, before, before, graph, graph)
     configuration = p.configure(accepted, context)
     module = _copied(graph)
+    if configuration.compute:
+        dynamo.cast_inputs(module, configuration.compute)
     kept = dynamo.freeze_inputs(module, inputs, configuration.freeze)
 
     before_autograd = configuration.patches.get(BeforeAutograd.OPTION)
@@ -270,7 +272,7 @@ def _configured(p: ConfigPass, graph: fx.GraphModule, inputs: list[Any], context
     def fn(*args: Any) -> Any:
         return module(*[args[i] for i in kept])
 
-    changed = len(kept) < len(inputs) or bool(configuration.patches)
+    changed = len(kept) < len(inputs) or bool(configuration.patches or configuration.compute)
     report = replace(report, rewritten=len(accepted) if changed else 0, changed=changed)
     return Result(report, before, text(module), module, fn, configuration)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,47 @@ def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozense
     gm._param_name_to_source = sources  # type: ignore[assignment]
     gm.recompile()
     return kept
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """What tells the memory of a node's value in Dynamo's graph from any other; None where it is no plain tensor."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
+    """Cast the inputs at these positions before anything reads them, and fp32 outputs back, in place.
+
+    A finite number beyond the narrower type's largest becomes that. `gm` must be a copy of Dynamo's graph.
+    """
+    graph, nodes = gm.graph, placeholders(gm)
+    fp32 = [node for node in graph.output_node().all_input_nodes if _dtype(node) == torch.float32]
+    convert = torch.ops.prims.convert_element_type.default
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for position, dtype in dtypes.items():
+        source = nodes[position]
+        readers = list(source.users)
+        with graph.inserting_before(first):
+            cast = graph.call_function(convert, (source, dtype))
+            # Of a mask of float32's least number -Inf would be left, and NaN of a row of them.
+            most = torch.finfo(dtype).max
+            held = graph.call_function(torch.clamp, (cast, -most, most))
+            infinite = graph.call_function(torch.isinf, (source,))
+            cast = graph.call_function(torch.where, (infinite, cast, held))
+        for reader in readers:
+            reader.replace_input_with(source, cast)
+    output = graph.output_node()
+    for node in fp32:
+        with graph.inserting_before(output):
+            output.replace_input_with(node, graph.call_function(convert, (node, torch.float32)))
+    gm.recompile()
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:

@@ -240,6 +240,7 @@ def compile_graph(
     patches: Mapping[str, Any],
     slots: Mapping[str, CustomGraphPass] | None = None,
     freeze: frozenset[int] = frozenset(),
+    compute: Mapping[int, torch.dtype] | None = None,
     capture: bool = False,
     caches: bool = True,
     keep_guards: bool = False,
@@ -249,6 +250,7 @@ def compile_graph(
     patches: Inductor options for this compilation alone.
     slots: custom passes by stage; they must already chain what a user has installed (see `installed_pass`).
     freeze: positions of the inputs to hold constant, folded by Inductor's freezing (inference only).
+    compute: types by position that fp32 inputs are cast to; fp32 outputs stay fp32.
     capture: ask for `graph` and `post_grad`; AOTAutograd's cache is passed by if it would hide them.
     caches: False compiles afresh whatever the caches hold.
     keep_guards: leave the shape guards that compiling adds (for the code that will be kept).
@@ -269,6 +271,8 @@ def compile_graph(
         copied = dynamo.copy_graph(gm)
         kept: list[int] | None = None
         arguments = list(inputs)
+        if compute:
+            dynamo.cast_inputs(copied, compute)
         if freeze:
             kept = dynamo.freeze_inputs(copied, inputs, freeze)
             arguments = [inputs[index] for index in kept]

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,13 @@ class Choices:
             return 0.0
         return self._known(f"library {product}", device, lambda: [measure_library(product, device)])[-1]
 
+    def tf32(self, product: Product, device: torch.device) -> float:
+        """The time of cuBLAS for fp32 operands in TF32; 0 where there is no GPU."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return 0.0
+        alike = replace(product, terms=1, block=0, bias=False)
+        return self._known(f"TF32 {alike}", device, lambda: [measure_tf32(alike, device)])[-1]
+
     def _known(self, what: str, device: torch.device, measure: Callable[[], list[float]]) -> list[float]:
         import triton
 
@@ -293,6 +300,19 @@ def measure_library(product: Product, device: torch.device) -> float:
         copies = _copies(_random([*lead, p.n, 3 * p.k], device).to(torch.bfloat16))
         multiply = torch.bmm if lead else torch.mm
         return _time(lambda i: multiply(a, copies[i % len(copies)].mT, out_dtype=torch.float32))
+
+
+def measure_tf32(product: Product, device: torch.device) -> float:
+    from fxopt.torch_api.dynamo import outside_tracing
+    from passes.tf32_matmul import tf32
+
+    p = product
+    with outside_tracing(), torch.no_grad(), torch.cuda.device(device), tf32():
+        lead = [p.batch] if p.batch > 1 else []
+        a = _random([*lead, p.m, p.k], device).float()
+        copies = _copies(_random([*lead, p.n, p.k], device).float())
+        multiply = torch.bmm if lead else torch.mm
+        return _time(lambda i: multiply(a, copies[i % len(copies)].mT))
 
 
 def _random(shape: list[int], device: torch.device) -> torch.Tensor:

@@ -42,6 +42,7 @@ from fxopt.torch_api import dynamo
 from fxopt.torch_api.inductor import lowers
 from fxopt.torch_api.tracing import with_sources
 from fxopt.verify import Precision, parse_precision
+from passes.bf16_graph import Bf16Graph
 from passes.cuda_graphs import CudaGraphs
 from passes.cudnn_algorithm import CudnnAlgorithm
 from passes.freeze_weights import FreezeWeights
@@ -338,6 +339,7 @@ PASSES = {
     "causal_mask": Bias(lambda: testing.graphs([masked_attention], dynamic=False, max_nodes=8), 0.3),
     "merge_projections": Bias(lambda: testing.graphs([projections], dynamic=False, max_nodes=8), 0.4),
     "freeze_weights": Bias(lambda: testing.graphs(), 0.5),
+    "bf16_graph": Bias(lambda: testing.graphs(["matmul"], dynamic=False), 0.6),
     "promote_matmul_precision": Bias(lambda: testing.graphs(["matmul", "convolution", "attention"]), 0.6),
     "onednn_linear": Bias(lambda: testing.graphs([packed_linear], dynamic=False, max_nodes=8), 0.8),
     "split_precision_gemm": Bias(
@@ -824,6 +826,7 @@ COMPILED = {
     "freeze_weights": ([FreezeWeights()], "fp32", []),
     "onednn_linear": ([FreezeWeights(), OnednnLinear()], "fp32", ["linear"]),
     "promote_matmul_precision": ([PromoteMatmulPrecision()], "bf16", ["matmul"]),
+    "bf16_graph": ([Bf16Graph()], "bf16", ["matmul"]),
 }
 
 

@@ -1,0 +1,138 @@
+"""bf16_graph: what runs in bf16, what goes in and comes out, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt import testing
+from fxopt.build import Builder
+from fxopt.registry import order
+from fxopt.torch_api import dynamo
+from passes.bf16_graph import Bf16Graph
+from passes.freeze_weights import FreezeWeights
+
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+class Block(nn.Module):
+    """A norm, a product and an activation, and what the model itself wants in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y, (y + mask).to(torch.float32).softmax(-1).sum()
+
+
+ALONE = (Bf16Graph(),)
+
+
+def built(fn, *inputs: Any, passes=ALONE, mutated: frozenset[int] = frozenset()) -> tuple[Any, list[Any]]:
+    seen: list[Any] = []
+
+    def backend(gm, arguments):
+        seen[:] = gm, list(arguments)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(fn, backend=backend)(*inputs)
+        gm, arguments = seen
+        context = testing.context(Bf16Graph(), static=dynamo.static_inputs(gm, arguments), mutated=mutated)
+        return Builder(gm, arguments, {}, context).build(order(passes)), arguments
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.mark.parametrize("passes", [ALONE, (FreezeWeights(), Bf16Graph())], ids=["alone", "frozen"])
+def test_a_graph_runs_in_bf16_between_fp32_inputs_and_outputs(passes, fresh_dynamo):
+    torch.manual_seed(0)
+    model, x, mask = Block().eval(), torch.randn(8, 32), torch.zeros(8, 32)
+    build, arguments = built(model, x, mask, passes=passes)
+    assert build.effective and not build.errors
+    with torch.no_grad():
+        out, total = build.fn(*arguments)
+        expected, _ = model(x, mask)
+    assert out.dtype == total.dtype == torch.float32
+    assert 1e-4 < error(out, expected) < 2e-2, "rounded, and no more than bf16 rounds"
+    products = [
+        node.meta["val"].dtype
+        for node in build.compiled.post_grad.graph.nodes
+        if node.op == "call_function" and ("mm" in str(node.target) or "linear" in str(node.target))
+    ]
+    assert products and set(products) == {torch.bfloat16}
+
+
+def test_a_mask_of_float32s_least_number_stays_finite_and_infinity_infinite(fresh_dynamo):
+    def largest(mask: torch.Tensor) -> torch.Tensor:
+        return mask * 1.0
+
+    mask = torch.tensor([torch.finfo(torch.float32).min, -torch.inf, torch.inf, torch.nan, 1.0])
+    build, arguments = built(largest, mask)
+    (out,) = build.fn(*arguments)
+    assert out[:3].tolist() == [-LARGEST, -torch.inf, torch.inf] and out[3].isnan() and out[4] == 1
+
+
+def test_integers_and_wider_numbers_are_left_alone(fresh_dynamo):
+    def pick(table: torch.Tensor, ids: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        return table[ids] + wide
+
+    table, ids, wide = torch.randn(5, 4), torch.tensor([1, 3]), torch.randn(2, 4, dtype=torch.float64)
+    build, arguments = built(pick, table, ids, wide)
+    (out,) = build.fn(*arguments)
+    assert out.dtype == torch.float64
+    assert error(out, table[ids] + wide) < 1e-2
+
+
+def test_a_graph_that_writes_to_an_fp32_input_is_left_alone(fresh_dynamo):
+    def count(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        return x * 2
+
+    build, _ = built(count, torch.randn(4), torch.zeros(4), mutated=frozenset({1}))
+    assert [reason for _, reason in build.reports[0].refused] == [
+        "the graph writes to input 1, which would be its cast's"
+    ] * 2
+
+
+def test_a_graph_that_returns_a_view_of_an_input_is_left_alone(fresh_dynamo):
+    build, _ = built(lambda x, y: (x.view(2, 2), x + y), torch.randn(4), torch.randn(4))
+    assert {reason for _, reason in build.reports[0].refused} == {
+        "the graph returns input 0 itself, or a view of it"
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"matrix_units": frozenset()}, "cpu has no bf16 matrix units"),
+        ({"precision": 1e-4}, "a graph in bf16 is off by more than the error asked for"),
+        ({"grad": True}, "gradients are on: this pass is for inference graphs only"),
+        ({"random": ("bernoulli",)}, "it draws random numbers, of which bf16 would draw others"),
+    ],
+)
+def test_it_is_not_applicable(fields, reason):
+    assert Bf16Graph().applicable(testing.context(Bf16Graph(), **fields)) == reason
+
+
+def test_a_user_gets_it_where_the_class_allows_it(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).eval()
+    x = torch.randn(32, 64)
+    options = {"passes": ["bf16_graph"], "plan_dir": str(tmp_path), "time_limit": 60}
+    optimized = fxopt.optimize(model, x, precision="bf16", **options)
+    considered = [c.name for g in optimized.report.graphs for c in g.candidates]
+    unreachable = [text for g in optimized.report.graphs for text in g.out_of_reach]
+    assert considered == ["bf16_graph"] or any(text.startswith("bf16_graph: cpu has no bf16") for text in unreachable)
+    with torch.no_grad():
+        assert error(optimized(x), model(x)) < 3.1e-2
