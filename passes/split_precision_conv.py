@@ -31,6 +31,7 @@ from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.torch_api.tracing import graph_of
 from fxopt.verify import Precision
 from passes import split_products
+from passes.kernels import launch
 
 aten = torch.ops.aten
 #: weight of a low plane against its high one
@@ -194,18 +195,19 @@ class SplitPrecisionConv(GraphPass):
                 yield Candidate(node.name, f"its {operands[0].shape[1]} input channels are no multiple of 16")
             elif any(not 0 < v.numel() < 2**31 for v in (*operands, out)):
                 yield Candidate(node.name, "an operand is empty, or too large for offsets of 32 bits")
+            elif self.terms == 1 and (faster := _slower_than_tf32(node, context)):
+                own, theirs = faster
+                yield Candidate(node.name, f"cuDNN takes {theirs:.0f} us in TF32, this kernel {own:.0f} us")
             else:
                 yield Candidate(node.name)
 
     def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
         args: Any = node.args
-        x, w, bias, *geometry, _, _, _ = args
+        x, w, bias, *_ = args
         value = w.meta["val"]
         one = value.dim() == 3  # a 1-d convolution is a 2-d one of height 1
         window = [1, value.shape[2]] if one else list(value.shape[2:])
-        stride, padding, dilation = (
-            [fill, *list(g)] if one else _pair(g) for g, fill in zip(geometry, (1, 0, 1), strict=True)
-        )
+        stride, padding, dilation = _geometry(node)
 
         def pixels(x: torch.Tensor) -> Any:
             x = aten.unsqueeze.default(x, 2) if one else x
@@ -238,6 +240,30 @@ class SplitPrecisionConv(GraphPass):
         assert y is not None
         node.replace_all_uses_with(y)
         graph.erase_node(node)
+
+
+def _geometry(node: fx.Node) -> list[list[int]]:
+    """Stride, padding and dilation in two dimensions; a 1-d convolution is a 2-d one of height 1."""
+    args: Any = node.args
+    one = args[1].meta["val"].dim() == 3
+    return [[fill, *list(g)] if one else _pair(g) for g, fill in zip(args[3:6], (1, 0, 1), strict=True)]
+
+
+def _slower_than_tf32(node: fx.Node, context: PassContext) -> tuple[float, float] | None:
+    """Microseconds of one product by this kernel and of cuDNN, where the latter is faster at the same accuracy.
+    `tf32_matmul` then has the convolution: every budget that allows one product allows it.
+    """
+    args: Any = node.args
+    x, w = (tuple(v.meta["val"].shape) for v in args[:2])
+    if not all(isinstance(size, int) for size in (*x, *w)):
+        return None
+    if len(x) == 3:
+        x, w = (*x[:2], 1, x[2]), (*w[:2], 1, w[2])
+    stride, padding, dilation = ((a, b) for a, b in _geometry(node))
+    choices = launch.choices(context.cache / "tiles.json" if context.cache is not None else None)
+    of = launch.Convolution(x, w, stride, padding, dilation)
+    own, theirs = choices.convolution(of, node.meta["val"].device)
+    return (own, theirs) if 0 < theirs < own else None
 
 
 def _pair(values: Any) -> list[int]:

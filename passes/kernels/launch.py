@@ -49,6 +49,17 @@ class Product:
     bias: bool = False
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """One over [batch, channels, height, width] in fp32, with weights [outputs, channels, height, width]."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
 def gemm(
     a: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     b: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
@@ -218,6 +229,13 @@ class Choices:
         alike = replace(product, terms=1, block=0, bias=False)
         return self._known(f"TF32 {alike}", device, lambda: [measure_tf32(alike, device)])[-1]
 
+    def convolution(self, of: Convolution, device: torch.device) -> tuple[float, float]:
+        """The times of this project's kernel for one product, and of cuDNN in TF32; zeros where there is no GPU."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return 0.0, 0.0
+        own = self._known(f"{of}", device, lambda: [measure_convolution(of, device)])[-1]
+        return own, self._known(f"TF32 {of}", device, lambda: [measure_cudnn_tf32(of, device)])[-1]
+
     def _known(self, what: str, device: torch.device, measure: Callable[[], list[float]]) -> list[float]:
         import triton
 
@@ -313,6 +331,36 @@ def measure_tf32(product: Product, device: torch.device) -> float:
         copies = _copies(_random([*lead, p.n, p.k], device).float())
         multiply = torch.bmm if lead else torch.mm
         return _time(lambda i: multiply(a, copies[i % len(copies)].mT))
+
+
+def measure_convolution(of: Convolution, device: torch.device) -> float:
+    from fxopt.torch_api.dynamo import outside_tracing
+    from passes.kernels import split_conv
+
+    with outside_tracing(), torch.no_grad(), torch.cuda.device(device):
+        x = _random([of.x[i] for i in (0, 2, 3, 1)], device)
+        w = _random([of.w[0], math.prod(of.w[1:])], device)
+        scales = torch.ones(*x.shape[:-1], 1, device=device), torch.ones(len(w), 1, device=device)
+        around = zip(of.x[2:], of.w[2:], of.stride, of.padding, of.dilation, strict=True)
+        size = [(n + 2 * pad - apart * (window - 1) - 1) // stride + 1 for n, window, stride, pad, apart in around]
+        out = torch.empty(of.x[0], *size, of.w[0], device=device)
+        window = of.w[2], of.w[3]
+        planes = (x, None, scales[0]), (w, None, scales[1])
+        return _time(lambda i: split_conv.launch(*planes, None, out, window, of.stride, of.padding, of.dilation))
+
+
+def measure_cudnn_tf32(of: Convolution, device: torch.device) -> float:
+    """In the faster of the two layouts that Inductor may choose."""
+    from fxopt.torch_api.dynamo import outside_tracing
+    from passes.tf32_matmul import tf32
+
+    with outside_tracing(), torch.no_grad(), torch.cuda.device(device), tf32():
+        took = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x, w = (_random(list(shape), device).float().to(memory_format=layout) for shape in (of.x, of.w))
+            given = of.stride, of.padding, of.dilation
+            took.append(_time(lambda i, x=x, w=w, given=given: torch.conv2d(x, w, None, *given)))  # type: ignore[misc]
+        return min(took)
 
 
 def _random(shape: list[int], device: torch.device) -> torch.Tensor:

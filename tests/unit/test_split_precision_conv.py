@@ -20,6 +20,7 @@ from fxopt.torch_api import inductor
 from fxopt.torch_api.inductor import lowers
 from fxopt.verify import FP32_FLOOR, Precision
 from passes import split_precision_conv
+from passes.kernels import launch
 from passes.split_precision_conv import SplitPrecisionConv, split_rows
 
 SPLIT: Any = torch.ops.fxopt.split_conv.default
@@ -313,3 +314,28 @@ def test_inductor_hands_the_planes_over_as_the_kernel_reads_them(fresh_dynamo, m
     assert [report.rewritten for report in slot.reports] == [2], slot.reports
     assert seen == [True, True]
     assert error(out, exact) <= FP32_FLOOR
+
+
+def test_a_convolution_that_cudnn_computes_faster_in_tf32_is_left_to_it(monkeypatch):
+    """By one product, which has TF32's accuracy; times as a GPU would give them."""
+    asked = []
+
+    def convolution(self, of, device):
+        asked.append(of)
+        return (20.0, 10.0) if of.w[0] == 8 else (5.0, 10.0)
+
+    monkeypatch.setattr(launch.Choices, "convolution", convolution)
+
+    def both(x, w, v):
+        return F.conv2d(x, w, padding=1), F.conv2d(x, v, stride=2)
+
+    graph = testing.capture(both, values(2, 16, 6, 6), values(8, 16, 3, 3), values(32, 16, 1, 1))
+    labels = testing.labels(graph, "tensor_core_idle")
+    context = testing.context(OnCpu(1), labels=labels, precision="tf32")
+    found = [candidate.refused for candidate in OnCpu(1).candidates(graph.graph, context)]
+    assert found == ["cuDNN takes 10 us in TF32, this kernel 20 us", ""]
+    assert asked == [
+        launch.Convolution((2, 16, 6, 6), (8, 16, 3, 3), (1, 1), (1, 1), (1, 1)),
+        launch.Convolution((2, 16, 6, 6), (32, 16, 1, 1), (2, 2), (0, 0), (1, 1)),
+    ]
+    assert [candidate.refused for candidate in OnCpu(3).candidates(graph.graph, context)] == ["", ""]
