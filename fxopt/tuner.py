@@ -26,6 +26,7 @@ from fxopt.proposals import Proposals, to_come
 from fxopt.registry import PassContext
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.search import Proposal, Search, Step, Trial
+from fxopt.together import decide_together
 from fxopt.torch_api import dynamo, inductor
 from fxopt.trials import Trials, spelled
 from fxopt.warning import FxoptWarning, warn
@@ -78,10 +79,10 @@ class Tuner:
         """The code to keep. Raises only what the fallback, plain Inductor, would have to answer for."""
         reason = unsupported(self.inputs, self.device)
         if reason:
-            return self._plain(reason, source="skipped")
+            return self.plain(reason, source="skipped")
         if communicating := dynamo.collectives(self.gm):
             # A rank that measured it alone would wait for the others for ever.
-            return self._plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
+            return self.plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
         parts = identity.key_parts(
             self.gm,
             self.inputs,
@@ -98,12 +99,12 @@ class Tuner:
         if self.options.distributed == "auto":
             ranks = distributed.current(self.options.distributed_timeout, self.options.time_limit)
         if ranks is None:
-            return self._decide(lambda plan: None)
-        return self._together(ranks, parts)
+            return self.decide(lambda plan: None)
+        return decide_together(self, ranks, parts)
 
-    def _decide(self, tell: Callable[[Plan | None], None]) -> Callable[..., Any]:
+    def decide(self, tell: Callable[[Plan | None], None]) -> Callable[..., Any]:
         """The code that this process decides on. `tell` is called as soon as it is known by which plan, if by any."""
-        plan = self._load_plan()
+        plan = self.load_plan()
         if plan is not None:
             self.report.source = "plan"
             trusted = self._verified_here(plan)
@@ -111,7 +112,7 @@ class Tuner:
                 tell(plan)
             try:
                 with phase(self.report, "apply plan"):
-                    kept = self._apply(plan)
+                    kept = self.apply(plan)
             except PlanMoved as error:
                 report = self.report
                 report.decision, report.verdict, report.labels, report.out_of_reach = "baseline", None, [], []
@@ -124,76 +125,15 @@ class Tuner:
                 return kept
         if not self.may_measure:
             tell(None)
-            return self._plain("no plan for this graph, and mode 'apply' never measures", source="apply")
+            return self.plain("no plan for this graph, and mode 'apply' never measures", source="apply")
         self.report.source = "tuned"
         kept = self._tune()
         tell(self._written)
         if bisect.of_process(self.options.bisect) is None:
             return kept
         # The limit is on what was decided, never on the deciding.
-        plan = self._load_plan()
-        return kept if plan is None else self._apply(plan)
-
-    # -- several ranks --------------------------------------------------------------------------------------------
-
-    def _together(self, ranks: distributed.Group, parts: dict[str, Any]) -> Callable[..., Any]:
-        """The code that all ranks decide on (see `fxopt.distributed`)."""
-        graph, settings = identity.between_ranks(parts)
-        session = ranks.session(graph, self.report.key)
-        kept: Callable[..., Any] | None = None
-        try:
-            if session.settled:
-                # The same graph again: the other ranks need not be at it.
-                self.report.source = "plan"
-                with phase(self.report, "apply plan"):
-                    return self._apply(session.settled_plan(), trusted=True)
-            with session.alive():
-                with phase(self.report, "meet the other ranks"):
-                    session.meet()
-                if session.leads:
-                    why = "rank 0 keeps Inductor's code, without a plan"
-                    published: list[Plan] = []
-
-                    def tell(plan: Plan | None) -> None:
-                        published.extend([plan] if plan is not None else [])
-                        session.publish(plan, settings, why)
-
-                    kept = self._decide(tell)
-                    plan = published[0] if published else None
-                else:
-                    with phase(self.report, "wait for the plan"):
-                        plan = session.receive(settings)
-                    own = self._load_plan()
-                    if own is not None and own.digest() == plan.digest():
-                        plan = own  # which knows where it was verified
-                    self.report.source = "plan"
-                    with phase(self.report, "apply plan"):
-                        kept = self._apply(plan)
-                if plan is None:
-                    self.report.agreement = session.disagreement(distributed.NoAgreement(why))
-                    return kept
-                with phase(self.report, "agree with the other ranks"):
-                    self.report.agreement = session.conclude(plan)
-        except distributed.NoAgreement as error:
-            return self._disagree(session, error)
-        except distributed.STORE_FAILED as error:
-            return self._disagree(session, session.lost(error))
-        except BaseException as error:
-            session.give_up(f"{type(error).__name__}: {error}")
-            raise
-        digest = self.report.agreement.plan[:12]
-        self.report.messages.append(f"{ranks.size} ranks run one plan ({digest}), which rank 0 measured")
-        return kept
-
-    def _disagree(self, session: distributed.Session, error: distributed.NoAgreement) -> Callable[..., Any]:
-        self.report.agreement = session.disagreement(error)
-        self.report.decision, self.report.frozen, self.report.verdict = "baseline", False, None
-        for entry in self.report.candidates:
-            if entry.outcome == "kept":
-                entry.outcome, entry.reason = "rejected", str(error)
-        if not error.usual:
-            warn(f"the model runs on plain Inductor, for the ranks run no plan together: {error}")
-        return self._plain(f"the ranks run no plan together: {error}", source="skipped" if error.usual else "fallback")
+        plan = self.load_plan()
+        return kept if plan is None else self.apply(plan)
 
     def _weights(self) -> str:
         """The weights in the plan's key: nothing where no accuracy is given up, else which ones were verified."""
@@ -202,13 +142,13 @@ class Tuner:
         with dynamo.outside_tracing():
             return identity.weights_digest([self.inputs[position] for position in sorted(self.static)])
 
-    def _plain(self, reason: str, source: str) -> Callable[..., Any]:
+    def plain(self, reason: str, source: str) -> Callable[..., Any]:
         self.report.source = source
         self.report.messages.append(reason)
         log.info("plain Inductor: %s", reason)
         return inductor.compile_plain(self.gm, self.inputs, self.patches)
 
-    def _load_plan(self) -> Plan | None:
+    def load_plan(self) -> Plan | None:
         try:
             return self.store.load(self.report.key)
         except PlanCorrupt as error:
@@ -235,7 +175,7 @@ class Tuner:
         same = plan.key == self.report.key and machine.known(machine.machine(self.device), plan.machines)
         return same or plan.decision == "baseline"
 
-    def _apply(self, plan: Plan, trusted: bool = False) -> Callable[..., Any]:
+    def apply(self, plan: Plan, trusted: bool = False) -> Callable[..., Any]:
         """The plan's code. trusted: it was verified on this machine, whatever the plan says."""
         labels = [Label.from_json(item) for item in plan.labels]
         origins = {name: tuple(pre) for name, pre in plan.origins.items()}

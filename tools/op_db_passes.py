@@ -73,11 +73,11 @@ class Forced(Tuner):
 
     reports: ClassVar[list[GraphReport]] = []
 
-    def _load_plan(self) -> Plan | None:
+    def load_plan(self) -> Plan | None:
         self.reports.append(self.report)
         if not self.store.path(self.report.key).exists():
             self.store.save(self._forced())
-        return super()._load_plan()
+        return super().load_plan()
 
     def _forced(self) -> Plan:
         # A label on the whole graph for each axis, or passes would find nothing to answer.

@@ -107,8 +107,9 @@ def test_a_graph_is_decided_without_the_limit_and_what_was_decided_applied_under
     done = []
     found = iter(plans)
     monkeypatch.setattr(Tuner, "_tune", lambda self: done.append("tune"))
-    monkeypatch.setattr(Tuner, "_load_plan", lambda self: next(found))
-    monkeypatch.setattr(Tuner, "_apply", lambda self, plan: done.append(f"apply {plan} under {self.options.bisect}"))
+    monkeypatch.setattr(Tuner, "load_plan", lambda self: next(found))
+    monkeypatch.setattr(Tuner, "_verified_here", lambda self, plan: True)
+    monkeypatch.setattr(Tuner, "apply", lambda self, plan: done.append(f"apply {plan} under {self.options.bisect}"))
     given = {} if limit is None else {"bisect": limit}
     gm = torch.fx.symbolic_trace(lambda x: torch.relu(x))
     Tuner(gm, [torch.randn(4)], resolve_options(given), {}).run()
