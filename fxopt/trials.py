@@ -60,7 +60,9 @@ class Trials:
         """Measures what belongs to the baseline: noise, kernel time, memory."""
         self.budget = self.builder.context.budget
         with phase(self.report, "noise floor"), self.running():
-            self.noise = measure.noise_floor(self.baseline, self.input_sets, device=self.device)
+            self.noise = measure.noise_floor(
+                self.baseline, self.input_sets, device=self.device, time_limit_s=self._share_s
+            )
             self.baseline_kernel_ns = self.kernel_ns(self.baseline)
             self.report.baseline_peak_bytes = self._peak(self.baseline)
 
@@ -226,11 +228,25 @@ class Trials:
 
     def compare(self, first: Callable[..., Any], second: Callable[..., Any]) -> PairedResult:
         """Paired timing; where only the median says faster, once more with four times the pairs."""
-        pairs, noise = self.options.pairs, self.noise
-        found = measure.compare(first, second, self.input_sets, device=self.device, pairs=pairs, noise=noise)
-        if found.ratio > 1 + noise and not found.faster:
-            found = measure.compare(first, second, self.input_sets, device=self.device, pairs=4 * pairs, noise=noise)
-        return found
+
+        def timed(pairs: int) -> PairedResult:
+            return measure.compare(
+                first,
+                second,
+                self.input_sets,
+                device=self.device,
+                pairs=pairs,
+                noise=self.noise,
+                time_limit_s=self._share_s,
+            )
+
+        found = timed(self.options.pairs)
+        return timed(4 * self.options.pairs) if found.ratio > 1 + self.noise and not found.faster else found
+
+    @property
+    def _share_s(self) -> float:
+        """Of a model whose calls take a second, all pairs would take the time that tuning has: an eighth of it each."""
+        return self.options.time_limit / 8
 
     def compare_kernels(self, first: Callable[..., Any], second: Callable[..., Any]) -> PairedResult:
         """Kernel times of the two, measured in turns as in `measure.compare`."""

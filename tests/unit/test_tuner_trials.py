@@ -279,3 +279,13 @@ def test_what_only_wraps_code_that_is_held_needs_no_compiling(monkeypatch):
     assert held is not None
     assert not trials.compiles(Step((Tile(), Wrap()), Wrap()))
     assert trials.compiles(Step((Fuse(), Wrap()), Wrap()))
+
+
+def test_no_comparison_takes_more_than_an_eighth_of_the_time_that_tuning_has(monkeypatch):
+    given = []
+    bench = Bench(monkeypatch, {"tile": (50.0, 50.0)}, time_limit=40)
+    monkeypatch.setattr(
+        measure, "compare", lambda *a, **options: given.append(options["time_limit_s"]) or bench.compare(*a)
+    )
+    bench.trials.evaluate(Step((Tile(),), Tile()), None)
+    assert given == [5.0]
