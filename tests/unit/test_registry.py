@@ -317,7 +317,7 @@ def test_a_name_that_is_taken_is_refused_naming_both(points):
 
 def test_the_built_in_passes_are_found_and_ordered():
     built_in = [
-        *("freeze_weights", "inductor_options", "rnn_redispatch"),  # config
+        *("freeze_weights", "bf16_graph", "inductor_options", "rnn_redispatch"),  # config
         *("causal_mask", "merge_projections", "split_precision_attention", "split_precision_conv", "channels_last"),
         *("promote_matmul_precision", "attention_backend", "split_precision_gemm"),  # joint, after those above
         *("onednn_linear", "pad_matmul", "remove_redundant_casts_and_copies"),  # post-grad
