@@ -260,7 +260,7 @@ def _slower_than_tf32(node: fx.Node, context: PassContext) -> tuple[float, float
     if len(x) == 3:
         x, w = (*x[:2], 1, x[2]), (*w[:2], 1, w[2])
     stride, padding, dilation = ((a, b) for a, b in _geometry(node))
-    choices = launch.choices(context.cache / "tiles.json" if context.cache is not None else None)
+    choices = launch.choices_in(context.cache)
     of = launch.Convolution(x, w, stride, padding, dilation)
     own, theirs = choices.convolution(of, node.meta["val"].device)
     return (own, theirs) if 0 < theirs < own else None

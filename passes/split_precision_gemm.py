@@ -150,7 +150,7 @@ class SplitPrecisionGemm(GraphPass):
             block=_BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 and self.method != "fp16" else 0,
             bias=_bias_of(node) is not None,
         )
-        return product, launch.choices(context.cache / "tiles.json" if context.cache is not None else None)
+        return product, launch.choices_in(context.cache)
 
     def _product(self, graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, context: PassContext) -> fx.Node:
         """The product, by this project's own kernel or by cuBLAS; a bias [N] may be in it."""

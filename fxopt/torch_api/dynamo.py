@@ -182,10 +182,15 @@ def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozense
 
 def storage_of(node: fx.Node) -> int | None:
     """What tells the memory of a node's value in Dynamo's graph from any other; None where it is no plain tensor."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = _value(node)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
+
+
+def _value(node: fx.Node) -> Any:
+    """What is known of a node's value, in Dynamo's graph or in an ATen one."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
@@ -194,7 +199,8 @@ def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
     A finite number beyond the narrower type's largest becomes that. `gm` must be a copy of Dynamo's graph.
     """
     graph, nodes = gm.graph, placeholders(gm)
-    fp32 = [node for node in graph.output_node().all_input_nodes if _dtype(node) == torch.float32]
+    returned = graph.output_node().all_input_nodes
+    fp32 = [node for node in returned if getattr(_value(node), "dtype", None) == torch.float32]
     convert = torch.ops.prims.convert_element_type.default
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for position, dtype in dtypes.items():
@@ -216,17 +222,12 @@ def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
     gm.recompile()
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
 def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:
     """Whether any input, or any size of one, is symbolic (a dynamic shape)."""
     if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in inputs):
         return True
     for node in placeholders(gm):
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = _value(node)
         if isinstance(value, torch.SymInt):
             return True
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):

@@ -272,6 +272,11 @@ def _sound(found: Any) -> bool:
     return isinstance(found, list) and len(found) in (1, 7) and all(0 < float(v) < math.inf for v in found)
 
 
+def choices_in(folder: Path | None) -> Choices:
+    """The choices kept in a folder for measurements; those of this process alone where there is none."""
+    return choices(folder / "tiles.json" if folder is not None else None)
+
+
 @functools.cache
 def choices(path: Path | None) -> Choices:
     """The choices kept in a file, read once a process."""
