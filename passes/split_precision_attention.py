@@ -27,6 +27,7 @@ from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api.attention import BACKENDS, arguments, only_result_used
 from fxopt.verify import Precision
+from passes.split_products import split
 
 _BLOCK = 64  # keys a step of the reference
 _LOG2E = 1.4426950408889634
@@ -83,7 +84,7 @@ class SplitPrecisionAttention(GraphPass):
         operands = [given[name] for name in ("query", "key", "value", "attn_bias")]
         with graph.inserting_before(node):
             result = graph.call_function(
-                torch.ops.fxopt.split_attention.default, (*operands, float(_scale(given)), bool(given["is_causal"]))
+                SPLIT_ATTENTION, (*operands, float(_scale(given)), bool(given["is_causal"]))
             )
         for user in list(node.users):
             user.replace_all_uses_with(result)
@@ -104,6 +105,37 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, bool causal) -> Tensor",
     tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
 )
+
+
+# The same as split_products.split writes it: planes int16 [batch, q_len, heads, head_dim], scales [.., 1].
+torch.library.define(
+    "fxopt::split_attention_split",
+    "(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, bool causal) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
+)
+
+#: what the rewritten graph calls
+SPLIT_ATTENTION = torch.ops.fxopt.split_attention.default
+SPLIT_ATTENTION_SPLIT = torch.ops.fxopt.split_attention_split.default
+
+
+@torch.library.register_fake("fxopt::split_attention_split")
+def _fake_split(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, heads, length, head_dim = given[0].shape
+    hi, lo = (given[0].new_empty((batch, length, heads, head_dim), dtype=torch.int16) for _ in range(2))
+    return hi, lo, given[0].new_empty(batch, length, heads, 1)
+
+
+@torch.library.impl("fxopt::split_attention_split", "CUDA")
+def _cuda_split(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from passes.kernels.split_attention import attend_split
+
+    return attend_split(*given)
+
+
+@torch.library.impl("fxopt::split_attention_split", "CPU")
+def _reference_split(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return split(SPLIT_ATTENTION(*given).transpose(1, 2))
 
 
 @torch.library.register_fake("fxopt::split_attention")

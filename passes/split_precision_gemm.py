@@ -10,7 +10,8 @@ the tensor cores (`passes.split_products`). What a product costs and how accurat
     fp16     one product of scaled fp16 operands: TF32's eleven bits at twice its rate. Classes tf32 and bf16
 
 The split of an activation is ordinary graph code, which Inductor fuses into the activation's producer; a frozen weight
-is split once, when it is folded. Products that share an operand share its split.
+is split once, when it is folded. Products that share an operand share its split. One that reads the result of split
+attention (`split_precision_attention`) has it written split.
 
 before                                   after (fp16x3)
     y = addmm(bias, x, w)                    x_hi, x_lo, x_scale = split(x);  w_hi, w_lo, w_scale = split(w^T)
@@ -22,17 +23,20 @@ Refuses products that are not fp32, symbolic sizes, and products too small to fi
 from __future__ import annotations
 
 import importlib.util
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fxopt.invariants import PROVENANCE_META
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.verify import Precision
 from passes.kernels import launch
+from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
 from passes.split_products import parts_of, rounded_once, split, split_parts
 
 aten = torch.ops.aten
@@ -50,6 +54,13 @@ _BF16X3_ERROR, _FP16_ERROR = 1e-5, 5e-4
 #: rows up to this length are scaled as a whole, for their largest element comes with a normalisation over the row;
 #: longer ones by blocks, which a pointwise producer can be split in without reading it twice
 _WHOLE_ROW, _BLOCK = 1024, 128
+#: widths of an attention's heads that a kernel's steps along K divide
+_HEADS = (64, 128)
+#: operators whose result is the memory of their operand, seen in another way
+_SAME_MEMORY = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default,
+     aten.squeeze.dim, aten.alias.default}
+)  # fmt: skip
 #: below this many elements a side, a tensor core's tile is mostly padding
 _LEAST = 16
 #: CUDA's limit for the third dimension of a grid
@@ -64,7 +75,7 @@ class SplitPrecisionGemm(GraphPass):
     answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
     stage: ClassVar[Stage] = Stage.JOINT
     precision: ClassVar[Precision] = Precision.FP32
-    after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    after: ClassVar[tuple[str, ...]] = ("freeze_weights", "split_precision_attention")
     conflicts: ClassVar[tuple[str, ...]] = ("promote_matmul_precision",)
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
@@ -157,6 +168,9 @@ class SplitPrecisionGemm(GraphPass):
         bias = _bias_of(node)
         m, k = a.meta["val"].shape[-2:]
         product, choices = self._measured(node, context)
+        attention = _attention_behind(a, node) if product.terms == 3 else None
+        if attention is not None:
+            product = replace(product, block=attention.meta["val"].shape[-1])
         device = a.meta["val"].device
         tile, took = choices.tile(product, device)
         if self.method == "bf16x3":
@@ -166,14 +180,17 @@ class SplitPrecisionGemm(GraphPass):
                 return self._parts(graph, a, b)
         if product.terms == 3:
             block = product.block
-            operands = parts_of(graph, a, f"rows{block}", lambda x: split(_dense(x), block))
+            if attention is not None:
+                operands = _written_split(graph, attention)
+            else:
+                operands = parts_of(graph, a, f"rows{block}", lambda x: split(_dense(x), block))
             operands += parts_of(graph, b, "columns", lambda x: split(_dense(x.mT)))
-            operator: Any = torch.ops.fxopt.split_gemm.default
+            target: Any = torch.ops.fxopt.split_gemm.default
         else:
             operands = parts_of(graph, a, "once", lambda x: rounded_once(_dense(x)))
             operands += parts_of(graph, b, "columns once", lambda x: rounded_once(_dense(x.mT)))
-            operator = torch.ops.fxopt.scaled_gemm.default
-        result = graph.call_function(operator, (*operands, bias if tile[3] == 1 else None, list(tile)))
+            target = torch.ops.fxopt.scaled_gemm.default
+        result = graph.call_function(target, (*operands, bias if tile[3] == 1 else None, list(tile)))
         return result if tile[3] == 1 else graph.call_function(aten.sum.dim_IntList, (result, [-3]))
 
     def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
@@ -181,8 +198,46 @@ class SplitPrecisionGemm(GraphPass):
         (wide_a,) = parts_of(graph, a, "parts", lambda x: (split_parts(_dense(x), 0),))
         (wide_b,) = parts_of(graph, b, "columns parts", lambda x: (split_parts(_dense(x.mT), 1),))
         turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
-        operator: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
-        return graph.call_function(operator, (wide_a, turned, torch.float32))
+        target: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
+        return graph.call_function(target, (wide_a, turned, torch.float32))
+
+
+def _attention_behind(a: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The split attention whose result, [batch, heads, length, head_dim], is the left operand [batch * length, heads *
+    head_dim] as it lies in memory, if nobody else reads it and its heads can be blocks that share a scale.
+    """
+    node = a
+    while set(node.users) <= {reader} and node.target is not SPLIT_ATTENTION:
+        # These leave memory as it is, and so does a copy of what lies in order.
+        if node.target not in _SAME_MEMORY and not (node.target is aten.clone.default and _in_order(node.args[0])):
+            return None
+        reader, node = node, node.args[0]  # type: ignore[assignment]
+    value, heads = a.meta["val"], node.meta["val"]
+    blocks = node.target is SPLIT_ATTENTION and heads.shape[-1] in _HEADS
+    if not blocks or set(node.users) > {reader} or not _in_order(a) or value.dim() != 2:
+        return None
+    return node if value.shape == (heads.shape[0] * heads.shape[2], heads.shape[1] * heads.shape[3]) else None
+
+
+def _in_order(node: Any) -> bool:
+    value = node.meta["val"]
+    return bool(value.is_contiguous()) and value.storage_offset() == 0
+
+
+def _written_split(graph: fx.Graph, attention: fx.Node) -> list[fx.Node | None]:
+    """The parts of an attention's result, a scale for each row of a head, from a kernel that writes them."""
+    batch, heads, length, head_dim = attention.meta["val"].shape
+    parts: list[fx.Node | None] = []
+    with graph.inserting_before(attention):
+        whole = graph.call_function(SPLIT_ATTENTION_SPLIT, attention.args)
+        made = [whole]
+        for i, width in enumerate((head_dim, head_dim, 1)):
+            made.append(graph.call_function(operator.getitem, (whole, i)))
+            made.append(graph.call_function(aten.view.default, (made[-1], [batch * length, heads, width])))
+            parts.append(made[-1])
+    for node in made:
+        node.meta.update({key: attention.meta[key] for key in PROVENANCE_META if key in attention.meta})
+    return parts
 
 
 def _allowed(method: str, context: PassContext) -> bool:

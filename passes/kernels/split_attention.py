@@ -21,6 +21,9 @@ bits: `split_keys_and_values` writes their planes once. Queries are split by the
 
 A tile that meets values which cannot be held so (these bounds, Inf and NaN) takes another loop of the same kernel, in
 IEEE fp32 from the original tensors. The device decides, tile by tile; the host never waits.
+
+Where a product of split operands reads the result, it can be written as that product wants it: each head's part of a
+row as two planes and a scale, for a tile of queries has all of them at hand.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from passes.kernels.split_gemm import planes_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOW = tl.constexpr(2.0**-11)  # weight of the low plane
@@ -236,15 +241,16 @@ def _exact(
 
 @triton.jit
 def split_attention(
-    q, k, v, bias, out, planes, bound, k_inverse, v_inverse,
+    q, k, v, bias, out, out_lo, out_scale, planes, bound, k_inverse, v_inverse,
     heads, q_len, kv_len, head_dim, blocks, plane, scale, limit,
     sqb, sqh, sqm, sqd, skb, skh, skn, skd, svb, svh, svn, svd, sbb, sbh, sbm, sbn, sob, soh, som,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The output of one tile of M queries of one head. Grid: heads of the batch * tiles.
 
-    limit: what max|q| * max|k| may be. EVEN: every key of every block is there and visible.
+    limit: what max|q| * max|k| may be. EVEN: every key of every block is there and visible. SPLIT: out and out_lo are
+    int16 planes, out_scale is fp32 [batch, q_len, heads]; head_dim is D.
     """
     tiles = tl.cdiv(q_len, M)
     tile = tl.program_id(0) % tiles
@@ -305,8 +311,14 @@ def split_attention(
         )  # fmt: skip
     # A row of which nothing is visible is 0, as torch's efficient attention has it.
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
-    out += batch * sob + within * soh
-    tl.store(out + rows[:, None] * som + cols[None, :], result, mask=mask)
+    at = batch * sob + within * soh + rows[:, None] * som + cols[None, :]
+    if SPLIT:
+        hi, lo, scales = planes_of(result)
+        tl.store(out + at, hi, mask=mask)
+        tl.store(out_lo + at, lo, mask=mask)
+        tl.store(out_scale + (batch * q_len + rows) * heads + within, scales, mask=rows < q_len)
+    else:
+        tl.store(out + at, result, mask=mask)
 
 
 def attend(
@@ -324,10 +336,45 @@ def attend(
     attention does. bias: expands to [batch, heads, q_len, kv_len]. causal: query i sees keys up to i.
     """
     batch, heads, q_len, head_dim = q.shape
-    kv_len = k.shape[2]
-    out = q.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
+    out = q.new_empty(batch, q_len, heads, head_dim)
+    _launch(q, k, v, bias, scale, causal, out, out, out, tiles)
+    return out.transpose(1, 2)
+
+
+def attend_split(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attend`, as `passes.split_products.split` writes it: int16 planes [batch, q_len, heads, head_dim] and fp32
+    scales [batch, q_len, heads, 1]. head_dim is a power of two.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    hi, lo = (q.new_empty((batch, q_len, heads, head_dim), dtype=torch.int16) for _ in range(2))
+    scales = q.new_empty(batch, q_len, heads, 1)
+    _launch(q, k, v, bias, scale, causal, hi, lo, scales)
+    return hi, lo, scales
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    out: torch.Tensor,
+    out_lo: torch.Tensor,
+    out_scale: torch.Tensor,
+    tiles: Tiles | None = None,
+) -> None:
+    """Writes out [batch, q_len, heads, head_dim], in planes where it is int16."""
+    batch, heads, q_len, head_dim = q.shape
+    kv_len, split = k.shape[2], out.dtype == torch.int16
     if out.numel() == 0 or kv_len == 0:
-        return out.zero_()
+        out.zero_()
+        if split:
+            out_lo.zero_()
+            out_scale.fill_(1.0)
+        return
     d = max(16, triton.next_power_of_2(head_dim))
     m, n, warps, stages = tiles or TILES[d, causal]
     if tiles is None and bias is not None:  # its blocks are in the pipeline too, and two programs are to fit still
@@ -343,10 +390,9 @@ def attend(
             *k.stride(), *v.stride(), N=n, D=d, num_warps=4,
         )  # fmt: skip
         split_attention[(batch * heads * triton.cdiv(q_len, m),)](
-            q, k, v, bias, out, planes, bound, k_inverse, v_inverse,
+            q, k, v, bias, out, out_lo, out_scale, planes, bound, k_inverse, v_inverse,
             heads, q_len, kv_len, head_dim, blocks, planes.stride(0), scale, SCORES / (scale * head_dim),
             *q.stride(), *k.stride(), *v.stride(), *(bias.stride() if bias is not None else (0,) * 4),
-            *out.stride()[:3], M=m, N=n, D=d, CAUSAL=causal, HAS_BIAS=bias is not None,
-            EVEN=not causal and kv_len % n == 0, num_warps=warps, num_stages=stages,
+            out.stride(0), out.stride(2), out.stride(1), M=m, N=n, D=d, CAUSAL=causal, HAS_BIAS=bias is not None,
+            EVEN=not causal and kv_len % n == 0, SPLIT=split, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return out

@@ -27,6 +27,28 @@ def decoded(hi, lo, scale):
 
 
 @triton.jit
+def planes_of(x):
+    """(hi, lo, scale) of each row of x [M, L]: what `passes.split_products.split` makes of it, as int16 and fp32."""
+    magnitude = tl.abs(x)
+    # The largest by its bits: as integers they are in the order of the magnitudes, and NaN is above all of them.
+    largest = tl.max(magnitude.to(tl.int32, bitcast=True), 1)
+    top = largest.to(tl.float32, bitcast=True)
+    small = tl.sum(((magnitude < (top * 2.0**-28)[:, None]) & (magnitude != 0)).to(tl.int32), 1)
+    held = (top >= 2.0**-46) & (top < 2.0**75) & (small * 64 <= x.shape[1])
+    rebased = ((134 << 23) - (largest & 0x7F800000)) + (134 << 23)
+    scale = tl.where(held, rebased, tl.where(largest == 0, 0x3F800000, 0)).to(tl.float32, bitcast=True)
+    y = x * tl.where(scale == 0, 1.0, scale)[:, None]
+    high = y.to(tl.float16)
+    low = ((y - high.to(tl.float32)) * 2048.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    high = high.to(tl.int16, bitcast=True).to(tl.int32)
+    raw = x.to(tl.int32, bitcast=True)
+    # What is not zero must not become it: Inf times it is Inf.
+    low = tl.where((((high | low) & 0x7FFF) == 0) & (magnitude != 0), ((raw >> 16) & 0x8000) | 1, low)
+    fits = (scale != 0)[:, None]
+    return tl.where(fits, high, raw >> 16).to(tl.int16), tl.where(fits, low, raw).to(tl.int16), scale
+
+
+@triton.jit
 def tile_of(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     """(row, column) of a tile; those that run together share their operands in L2, in groups of GROUP rows."""
     tiles_m = tl.cdiv(M, BM)

@@ -19,6 +19,7 @@ from fxopt.torch_api import inductor
 from fxopt.torch_api.attention import BACKENDS
 from passes.attention_backend import AttentionBackend
 from passes.split_precision_attention import SplitPrecisionAttention
+from passes.split_products import split as planes_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -228,3 +229,13 @@ def test_each_backend_in_a_compiled_model(backend, fresh_dynamo):
         assert result.report.rewritten == 1, result
         (output,) = result.fn(*graph.meta["example_inputs"])
     torch.testing.assert_close(output, eager, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_written_split_it_is_what_split_makes_of_the_result(causal):
+    q, k, v = (torch.randn(4, 128, 12, 64, device=DEVICE).transpose(1, 2) for _ in range(3))
+    v[0, 0, 5, 7] = math.nan
+    given = (q, k, v, None, 0.125, causal)
+    expected = planes_of(torch.ops.fxopt.split_attention(*given).transpose(1, 2).contiguous())
+    for part, wanted in zip(torch.ops.fxopt.split_attention_split(*given), expected, strict=True):
+        assert torch.equal(part, wanted)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import passes.split_precision_attention  # noqa: F401 (registers the operator)
+from passes.split_products import split
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernels on the CPU"
@@ -24,10 +25,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, tiles: Any) -> Any:
-    """Runs in the other process. Arrays in and out."""
+    """Runs in the other process. Arrays in and out. tiles "split": as planes and scales."""
     import triton.runtime.interpreter as interpreter
 
-    from passes.kernels.split_attention import Tiles, attend
+    from passes.kernels.split_attention import Tiles, attend, attend_split
 
     if not hasattr(interpreter, "patched_by_this_test"):
         interpreter.patched_by_this_test = True
@@ -40,6 +41,8 @@ def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, t
 
         interpreter._patch_lang_tensor = patch_with_index
     q, k, v, bias = (None if x is None else _tensor(*x) for x in (q, k, v, bias))
+    if tiles == "split":
+        return [part.numpy() for part in attend_split(q, k, v, bias, scale, causal)]
     out = attend(q, k, v, bias, scale, causal, None if tiles is None else Tiles(*tiles))
     return out.numpy(), out.stride()
 
@@ -61,10 +64,13 @@ def kernel() -> Iterator[Any]:
     try:
         pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
-        def attend(q, k, v, bias=None, scale=None, causal=False, tiles=None) -> torch.Tensor:
+        def attend(q, k, v, bias=None, scale=None, causal=False, tiles=None) -> Any:
             arrays = [None if x is None else _array(x) for x in (q, k, v, bias)]
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            out, stride = pool.submit(interpreted, *arrays, scale, causal, tiles).result()
+            found = pool.submit(interpreted, *arrays, scale, causal, tiles).result()
+            if tiles == "split":
+                return [torch.from_numpy(part) for part in found]
+            out, stride = found
             result = torch.from_numpy(out)
             assert stride == q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2).stride()
             return result
@@ -133,6 +139,17 @@ def test_other_tiles_give_the_same_result(kernel):
     exact = plain(q, k, v, causal=True)
     for tiles in ((32, 32, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2)):
         assert rel(kernel(q, k, v, causal=True, tiles=tiles), exact) < 5e-7
+
+
+def test_written_split_it_is_what_split_makes_of_the_result(kernel):
+    q, k, v = qkv(2, 2, 70, 90, 64)
+    v[0, 0, :, :30] *= 2.0**-40  # a row of mixed scale is not held
+    v[0, 1, 3, 5], v[1, 0], v[1, 1, :, 7] = math.nan, 0.0, 0.0
+    expected = split(kernel(q, k, v).transpose(1, 2).contiguous())
+    found = kernel(q, k, v, tiles="split")
+    assert expected[2].eq(0).any() and expected[2].ne(0).any()
+    for part, wanted in zip(found, expected, strict=True):
+        assert torch.equal(part, wanted)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -516,3 +516,53 @@ def test_a_product_that_cublas_computes_faster_in_tf32_is_left_to_it(monkeypatch
     assert found == ["cuBLAS takes 10 us in TF32, this kernel 20 us", ""]
     exact = testing.context(OnCpu(), labels=labels, precision="fp32")
     assert [candidate.refused for candidate in OnCpu().candidates(graph.graph, exact)] == ["", ""]
+
+
+# ---------------------------------------------------------------- behind split attention
+
+ATTENTION: Any = torch.ops.fxopt.split_attention
+HEADS = (values(2, 3, 32, 64), values(2, 3, 40, 64, seed=1), values(2, 3, 40, 64, seed=2), values(192, 48, seed=3))
+
+
+def projected(q, k, v, w):
+    o = ATTENTION(q, k, v, None, 0.125, False)
+    return o.transpose(1, 2).contiguous().view(2, 32, 192).view(64, 192) @ w
+
+
+def test_attention_writes_the_operand_of_the_product_after_it() -> None:
+    result = run(projected, *HEADS)
+    (written,) = calls(result.module, torch.ops.fxopt.split_attention_split.default)
+    assert not calls(result.module, ATTENTION.default)
+    (product,) = calls(result.module, SPLIT)
+    assert product.args[0].meta["val"].shape == (64, 3, 64) and product.args[2].meta["val"].shape == (64, 3, 1)
+    q, k, v, w = (x.double() for x in HEADS)
+    exact = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(64, 192) @ w
+    (found,) = result.module(*HEADS)
+    assert error(found, exact) <= FP32_FLOOR
+    assert written.meta["from_node"], "nothing says where it comes from"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v, w: (projected(q, k, v, w), ATTENTION(q, k, v, None, 0.125, False) + 0),
+        lambda q, k, v, w: ATTENTION(q, k, v, None, 0.125, False).contiguous().view(64, 192) @ w,
+        lambda q, k, v, w: ATTENTION(q[..., :32], k[..., :32], v[..., :32], None, 0.125, False)
+        .transpose(1, 2).reshape(64, 96) @ w[:96],
+        lambda q, k, v, w: (ATTENTION(q, k, v, None, 0.125, False).transpose(1, 2) + 1).reshape(64, 192) @ w,
+    ],
+    ids=["twice", "heads not beside each other", "narrow heads", "something between"],
+)  # fmt: skip
+def test_attention_is_left_where_the_product_reads_something_else(fn) -> None:
+    result = run(fn, *HEADS)
+    found = len(calls(result.module, torch.ops.fxopt.split_attention_split.default))
+    assert found == (1 if isinstance(fn(*HEADS), tuple) else 0), str(result)
+    assert calls(result.module, ATTENTION.default)
+
+
+def test_attention_that_somebody_else_reads_is_left() -> None:
+    def fn(q, k, v, w):
+        o = ATTENTION(q, k, v, None, 0.125, False).transpose(1, 2).reshape(64, 192)
+        return o @ w, o.sum(-1)
+
+    assert not calls(run(fn, *HEADS).module, torch.ops.fxopt.split_attention_split.default)
