@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import passes.split_precision_attention  # noqa: F401 (registers the operator)
-from passes.split_products import split
+from passes.split_products import joined, split
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernels on the CPU"
@@ -148,8 +148,11 @@ def test_written_split_it_is_what_split_makes_of_the_result(kernel):
     expected = split(kernel(q, k, v).transpose(1, 2).contiguous())
     found = kernel(q, k, v, tiles="split")
     assert expected[2].eq(0).any() and expected[2].ne(0).any()
-    for part, wanted in zip(found, expected, strict=True):
-        assert torch.equal(part, wanted)
+    assert torch.equal(found[2], expected[2])
+    held, wanted = joined(*found), joined(*expected)
+    assert torch.equal(held.isnan(), wanted.isnan())
+    # What lies halfway between two fp16 numbers may go to either: then the low planes differ, and their rounding.
+    assert torch.allclose(held, wanted, rtol=2.0**-22, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
