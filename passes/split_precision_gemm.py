@@ -37,7 +37,7 @@ from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.verify import Precision
 from passes.kernels import launch
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
-from passes.split_products import parts_of, rounded_once, split, split_parts
+from passes.split_products import WEIGHTS, parts_of, rounded_once, split, split_parts
 
 aten = torch.ops.aten
 
@@ -184,11 +184,11 @@ class SplitPrecisionGemm(GraphPass):
                 operands = _written_split(graph, attention)
             else:
                 operands = parts_of(graph, a, f"rows{block}", lambda x: split(_dense(x), block))
-            operands += parts_of(graph, b, "columns", lambda x: split(_dense(x.mT)))
+            operands += parts_of(graph, b, "columns", WEIGHTS["columns"][0])
             target: Any = torch.ops.fxopt.split_gemm.default
         else:
             operands = parts_of(graph, a, "once", lambda x: rounded_once(_dense(x)))
-            operands += parts_of(graph, b, "columns once", lambda x: rounded_once(_dense(x.mT)))
+            operands += parts_of(graph, b, "columns once", WEIGHTS["columns once"][0])
             target = torch.ops.fxopt.scaled_gemm.default
         result = graph.call_function(target, (*operands, bias if tile[3] == 1 else None, list(tile)))
         return result if tile[3] == 1 else graph.call_function(aten.sum.dim_IntList, (result, [-3]))
@@ -196,7 +196,7 @@ class SplitPrecisionGemm(GraphPass):
     def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
         """The product by cuBLAS, over a K three times as long."""
         (wide_a,) = parts_of(graph, a, "parts", lambda x: (split_parts(_dense(x), 0),))
-        (wide_b,) = parts_of(graph, b, "columns parts", lambda x: (split_parts(_dense(x.mT), 1),))
+        (wide_b,) = parts_of(graph, b, "columns parts", WEIGHTS["columns parts"][0])
         turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
         target: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
         return graph.call_function(target, (wide_a, turned, torch.float32))

@@ -20,14 +20,17 @@ product of the library, three times as long, gives a_lo b_hi + a_hi b_lo + a_hi 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxopt.torch_api.dynamo import is_frozen
 from fxopt.torch_api.tracing import graph_of
 from passes.kernels.launch import Tile
+from passes.views import VIEWS
 
 LOW = 2.0**11  #: what the remainder is multiplied by
 _MOST, _LEAST = 2.0**75, 2.0**-46  # the range of a row's largest element
@@ -133,26 +136,57 @@ def parts_of(
     graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., Sequence[torch.Tensor | None]]
 ) -> list[fx.Node | None]:
     """The parts of a node's value, computed right after it, or those that an earlier call with this `how` had computed:
-    several products may read one value.
+    several products may read one value. A constant's are one operator's, which is run when the graph is folded: written
+    out, those of a model's weights are most of its graph, and of the time that it takes to compile.
     """
     # A dict of this graph's own, for a copied node shares its meta's values with the one that it was copied from.
     known = value.meta["fxopt_split"] = dict(value.meta.get("fxopt_split", {}))
     names: dict[str | None, fx.Node | None] = {None: None} | {node.name: node for node in graph.nodes}
     if how in known and all(name in names for name in known[how]):
         return [names[name] for name in known[how]]
-    traced = _traced(how, split, value.meta["val"])
     before = value.next
     while before.op == "placeholder":
         before = before.next
     with graph.inserting_before(before):
-        inputs = traced.find_nodes(op="placeholder")
-        parts: Any = graph.graph_copy(traced, dict(zip(inputs, [value], strict=True)))
-    found = list(parts)
+        if how in WEIGHTS and _constant(value):
+            whole = graph.call_function(torch.ops.fxopt.split_weight.default, (value, how))
+            found = [graph.call_function(operator.getitem, (whole, i)) for i in range(WEIGHTS[how][1])]
+        else:
+            traced = _traced(how, split, value.meta["val"])
+            inputs = traced.find_nodes(op="placeholder")
+            parts: Any = graph.graph_copy(traced, dict(zip(inputs, [value], strict=True)))
+            found = list(parts)
     known[how] = [part.name if isinstance(part, fx.Node) else None for part in found]
     return found
 
 
+def _constant(node: fx.Node) -> bool:
+    """Whether Inductor holds a value constant: an attribute, an input that it is about to freeze, or a view of one."""
+    while node.target in VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "get_attr" or is_frozen(node)
+
+
+#: how the right operand of a product, [.., K, N], is split, and in how many parts
+WEIGHTS: dict[str, tuple[Callable[[torch.Tensor], Sequence[torch.Tensor]], int]] = {
+    "columns": (lambda x: split(x.mT.contiguous()), 3),
+    "columns once": (lambda x: rounded_once(x.mT.contiguous()), 2),
+    "columns parts": (lambda x: (split_parts(x.mT.contiguous(), 1),), 1),
+}
+
+
 # ---- operators ----
+
+torch.library.define("fxopt::split_weight", "(Tensor weight, str how) -> Tensor[]")
+
+
+
+def _split_weight(weight: torch.Tensor, how: str) -> list[torch.Tensor]:
+    return list(WEIGHTS[how][0](weight))
+
+
+torch.library.register_fake("fxopt::split_weight", _split_weight)
+torch.library.impl("fxopt::split_weight", ("CPU", "CUDA"), _split_weight)
 
 torch.library.define(
     "fxopt::split_gemm",

@@ -348,6 +348,7 @@ def test_of_a_frozen_weight_only_the_parts_are_left(fresh_dynamo):
     products = calls(made.post_grad, SPLIT)
     assert len(products) == 2
     assert all(part.op == "get_attr" for node in products for part in node.args[3:6])
+    assert not calls(made.post_grad, torch.ops.fxopt.split_weight.default), "folded, as one operator each"
     assert {tuple(node.args[2].meta["val"].shape) for node in products} == {(32, 1), (32, 16, 1)}
     rounded = calls(made.post_grad, aten.__rshift__.Scalar)
     assert rounded and all(node.meta["val"].shape[0] == 32 and node.meta["val"].dim() > 1 for node in rounded)
@@ -358,6 +359,20 @@ def test_of_a_frozen_weight_only_the_parts_are_left(fresh_dynamo):
         own = model(x)
         exact = model.double()(x.double())
     assert error(found, exact) <= max(4 * error(own, exact), FP32_FLOOR)
+
+
+@pytest.mark.parametrize("how", split_products.WEIGHTS)
+def test_a_weight_split_by_one_operator_is_what_the_graph_would_make_of_it(how) -> None:
+    weight = values(256, 96)
+    parts = torch.ops.fxopt.split_weight(weight, how)
+    split_by, count = split_products.WEIGHTS[how]
+    assert len(parts) == count
+    assert all(torch.equal(part, wanted) for part, wanted in zip(parts, split_by(weight), strict=True))
+
+
+def test_a_weight_that_may_change_is_split_by_the_graph(fresh_dynamo) -> None:
+    made, *_ = compiled(OnCpu(), nn.Linear(64, 48).eval(), values(32, 64), freeze=False)
+    assert not calls(made.post_grad, torch.ops.fxopt.split_weight.default)
 
 
 def by_casts(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
