@@ -147,6 +147,7 @@ def parts_of(
     before = value.next
     while before.op == "placeholder":
         before = before.next
+    found: list[fx.Node | None]
     with graph.inserting_before(before):
         if how in WEIGHTS and _constant(value):
             whole = graph.call_function(torch.ops.fxopt.split_weight.default, (value, how))

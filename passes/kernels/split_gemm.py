@@ -30,8 +30,8 @@ def decoded(hi, lo, scale):
 def planes_of(x):
     """(hi, lo, scale) of each row of x [M, L]: what `passes.split_products.split` makes of it, as int16 and fp32.
 
-    Rows without an element below 2^-28 of their largest, which is nearly every row there is, take a short way: code that
-    runs once takes as long as it is long.
+    Rows without an element below 2^-28 of their largest, which is nearly every row there is, take a short way: code
+    that runs once takes as long as it is long.
     """
     magnitude = tl.abs(x)
     # The largest by its bits: as integers they are in the order of the magnitudes, and NaN is above all of them.
