@@ -175,6 +175,8 @@ class ClockMonitor:
         self._handle: Any = None
         self._samples: list[_Sample] = []
         self._others: int | None = None
+        self._busy: int | None = None
+        self._since = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -193,6 +195,7 @@ class ClockMonitor:
             self.unavailable = f"NVML does not know {self.device}: {error}"
             return self
         self._count_others()
+        self._since = time.time_ns() // 1000
         if self.interval is not None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._watch, name="clock monitor", daemon=True)
@@ -208,6 +211,7 @@ class ClockMonitor:
             self._thread = None
         if self._handle is not None:
             self._count_others()
+            self._count_busy()
         if self._library is not None:
             close_nvml(self._library)
         self._library = self._handle = None
@@ -254,6 +258,8 @@ class ClockMonitor:
         over those, and ``drifted`` whether it exceeds :data:`DRIFT`. ``power_w_max`` and ``temperature_c_max`` are
         there where the device reports them. ``other_processes`` is the largest number of other processes that had a
         context on the GPU when the monitor started and ended; it lacks those that the driver hides from a container.
+        ``busy_processes`` is the number of those whose kernels ran meanwhile, as far as NVML sampled any (some times a
+        second).
         Without samples: ``{"samples": 0}`` and ``unavailable``, the reason.
         """
         samples = list(self._samples)
@@ -264,6 +270,8 @@ class ClockMonitor:
             found["unavailable"] = self.unavailable
         if self._others is not None:
             found["other_processes"] = self._others
+        if self._busy is not None:
+            found["busy_processes"] = self._busy
         if not sm:
             return found
         found.update(sm_mhz=median(sm), sm_mhz_min=min(sm), sm_mhz_max=max(sm), spread=_spread(sm))
@@ -283,6 +291,22 @@ class ClockMonitor:
         if heat:
             found["temperature_c_max"] = max(heat)
         return found
+
+    def _count_busy(self) -> None:
+        """Of the processes whose kernels NVML sampled on the GPU since the start, how many are others."""
+        try:
+            samples = self._library.nvmlDeviceGetProcessUtilization(self._handle, self._since)
+        except self._library.NVMLError_NotFound:  # no sample, or none with work in it
+            samples = []
+        except self._library.NVMLError:
+            return
+        # Older drivers give samples from before as well.
+        busy = {int(s.pid) for s in samples if s.smUtil > 0 and s.timeStamp >= self._since}
+        others = len(busy - {os.getpid()})
+        if others and os.getpid() not in busy and _has_context():
+            # In a container NVML may give the host's process ids: one of them is this process.
+            others -= 1
+        self._busy = others
 
     def _count_others(self) -> None:
         try:

@@ -195,6 +195,11 @@ def collective(name: str) -> str:
     return "" if found == "Generic" else found
 
 
+def is_collective(name: str) -> bool:
+    """Whether a kernel, or an operator on the CPU, moves data between ranks, and so waits for them."""
+    return classify(name).family == "collective" or opaque_operator(name) in ("nccl", "collective")
+
+
 _OPERATORS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), library)
     for pattern, library in (

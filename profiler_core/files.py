@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
+import secrets
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader finds the old file or the whole new one; the folder is made. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
+        # 0o666 less the umask, as for any file: a folder may be shared by a group.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)

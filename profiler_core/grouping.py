@@ -34,28 +34,50 @@ def by(profile: Profile, column: str) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if not isinstance(column, Hashable):
-        raise TypeError(f"by() takes the name of one column, not a {type(column).__name__}: call it once for each")
     window = profile.window
-    of_nodes = [name for name in _OF_NODES if name in profile.nodes]
-    if column in of_nodes:
-        kernel, group, part = _node_parts(profile, window, column)
-    elif column in window.columns:
-        import numpy as np
-
-        if column in _RESULTS:
-            raise ValueError(f"column {column!r} has the name of a column of the result: rename it, then group by that")
-        kernel = np.arange(len(window))
-        group, part = np.empty(len(window), dtype=object), np.ones(len(window))
-        group[:] = [_key(value, column) for value in window[column].to_numpy(dtype=object)]
-    else:
-        raise KeyError(f"no column {column!r}; there are {', '.join((*of_nodes, *window.columns))}")
+    kernel, group, part = _by_column(profile, window, column)
     table = _summed(profile, window, kernel, group, part).drop(columns=column, errors="ignore")
     values = pd.Series(table.index.to_numpy(), index=table.index, dtype=object)
     if not any(isinstance(value, str) for value in table.index):  # pandas' own text cannot hold a lone surrogate
         values = values.infer_objects()
     table.insert(0, column, values)
     return table.sort_values("time_ns", ascending=False, ignore_index=True)
+
+
+def per_call(profile: Profile, column: str) -> pd.DataFrame:
+    """Time of each measured call, ns, by the values of ``column`` as :func:`by` has them: a row a value, which is the
+    index, and a column for each of the ``iterations``. Raises what :func:`by` does.
+    """
+    import numpy as np
+    import pandas as pd
+
+    window = profile.window
+    kernel, group, part = _by_column(profile, window, column)
+    codes, keys = pd.factorize(group, use_na_sentinel=False)
+    time = window["duration_ns"].to_numpy(dtype="float64")[kernel] * part
+    numbers, call = np.unique(window["iteration"].to_numpy(dtype="int64"), return_inverse=True)
+    # A call in which no kernel ran has no number, but counts.
+    sums = np.zeros((len(keys), max(profile.iterations, len(numbers))))
+    np.add.at(sums, (codes, call[kernel]), time)
+    return pd.DataFrame(sums, index=pd.Index(list(keys), dtype=object, tupleize_cols=False))
+
+
+def _by_column(profile: Profile, window: pd.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(kernel, value of ``column``, part of the kernel), as :func:`_node_parts` has them."""
+    import numpy as np
+
+    if not isinstance(column, Hashable):
+        raise TypeError(f"by() takes the name of one column, not a {type(column).__name__}: call it once for each")
+    of_nodes = [name for name in _OF_NODES if name in profile.nodes]
+    if column in of_nodes:
+        return _node_parts(profile, window, column)
+    if column in window.columns:
+        if column in _RESULTS:
+            raise ValueError(f"column {column!r} has the name of a column of the result: rename it, then group by that")
+        group = np.empty(len(window), dtype=object)
+        group[:] = [_key(value, column) for value in window[column].to_numpy(dtype=object)]
+        return np.arange(len(window)), group, np.ones(len(window))
+    raise KeyError(f"no column {column!r}; there are {', '.join((*of_nodes, *window.columns))}")
 
 
 def _key(value: object, column: str) -> Hashable:

@@ -21,6 +21,7 @@ from profiler_core.profiles import (
     ProfileFormatError,
     header_of,
 )
+from profiler_core.source_text import restored
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,8 +41,8 @@ class MissingDependency(ImportError):
 
 
 def to_parquet(profile: Profile, folder: str | os.PathLike[str]) -> None:
-    """Write ``kernels.parquet``, ``nodes.parquet`` and ``profile.json`` (environment, notes, launches) into ``folder``,
-    which is made.
+    """Write ``kernels.parquet``, ``nodes.parquet`` and ``profile.json`` (environment, notes, launches, source lines)
+    into ``folder``, which is made.
 
     Tuples become lists, what was not measured null. Every column's metadata hold its pandas dtype and, where it has
     one, its unit; the schema's hold the version. The three files carry one stamp, so that a mixture of two exports is
@@ -61,6 +62,7 @@ def to_parquet(profile: Profile, folder: str | os.PathLike[str]) -> None:
         "environment": profile.environment,
         "notes": list(profile.notes),
         "launches": [asdict(launch) for launch in profile.launches],
+        "sources": profile.source_lines(),
     }
     text = json.dumps(plain(header), allow_nan=False)
     # All three are written before the first takes the place of an earlier one.
@@ -100,7 +102,8 @@ def from_parquet(folder: str | os.PathLike[str]) -> Profile:
         path = where / "profile.json"
         launches = tuple(Launch(**{**launch, "nodes": tuple(launch["nodes"])}) for launch in header["launches"])
         environment, iterations, wall, notes = header_of(header)
-        return Profile(frames["kernels"], frames["nodes"], environment, iterations, wall, launches, notes)
+        sources = restored(header.get("sources"))
+        return Profile(frames["kernels"], frames["nodes"], environment, iterations, wall, launches, notes, sources)
     except (
         OSError,
         ValueError,

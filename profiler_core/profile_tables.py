@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler_core.aggregate import node_rows
 from profiler_core.families import classify, opaque_operator
 from profiler_core.profiles import KERNEL_COLUMNS, NODE_COLUMNS, frame
-from profiler_core.range_names import is_generated
+from profiler_core.range_names import is_generated, line_of, module_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,8 +31,9 @@ def kernel_frame(
     found: _Attributed,
     provenances: Sequence[Provenance],
     environment: Mapping[str, Any],
+    places: dict[str, Place],
 ) -> pd.DataFrame:
-    """The frame ``Profile.kernels``."""
+    """The frame ``Profile.kernels``. Into ``places`` goes where each node outside of the graphs was called."""
     import numpy as np
     import pandas as pd
 
@@ -74,7 +78,7 @@ def kernel_frame(
         "operator_method": np.where(operator == "", "none", np.where(bare & rows.replay, "correlation", rows.method)),
         "graph": np.array([*(p.graph for p in provenances), ""], dtype=object)[found.graph],
         "launch": found.launch,
-        "nodes": _nodes(found, top, provenances),
+        "nodes": _nodes(found, _eager_names(rows, top, found, places), provenances),
         "method": found.method,
         "confidence": found.confidence,
         "reason": found.reason,
@@ -167,7 +171,60 @@ def _spans(trace: Trace, rows: Rows) -> np.ndarray:
     return spans
 
 
-def node_frame(kernels: pd.DataFrame, provenances: Sequence[Provenance], iterations: int) -> pd.DataFrame:
+@dataclass(frozen=True)
+class Place:
+    """Where an operator outside of the graphs was called, as far as the trace has ranges that say so."""
+
+    operator: str
+    module_path: str = ""
+    module_class: str = ""
+    file: str = ""
+    line: int = 0
+    backward: bool = False
+
+    @property
+    def node(self) -> str:
+        """A name of its own: "aten::linear", or "aten::linear@h.0.mlp:12 backward"."""
+        where = self.module_path or (Path(self.file).name if self.file else self.module_class)
+        text = self.operator + (f"@{where}" if where else "") + (f":{self.line}" if self.line else "")
+        return f"{text} backward" if self.backward else text
+
+
+def _eager_names(rows: Rows, top: np.ndarray, found: _Attributed, places: dict[str, Place]) -> np.ndarray:
+    """The node of each kernel outside of the graphs: its outermost operator, apart for each module and source line."""
+    import numpy as np
+
+    ranges, around = rows.ranges, rows.range
+    module, line = ranges.at(ranges.module, around), ranges.at(ranges.line, around)
+    known = np.flatnonzero(found.eager & ((module >= 0) | (line >= 0)))
+    if not len(known):
+        return top
+    names = top.copy()
+    keys = zip(
+        top[known].tolist(),
+        ranges.name(module[known]).tolist(),
+        ranges.name(line[known]).tolist(),
+        ranges.backward[around[known]].tolist(),
+        strict=True,
+    )
+    made: dict[tuple[str, str, str, bool], str] = {}
+    for i, key in zip(known.tolist(), keys, strict=True):
+        if key not in made:
+            operator, of_module, of_line, backward = key
+            place = Place(operator, *module_of(of_module), *line_of(of_line), backward)
+            name, number = place.node, 1
+            while places.get(name, place) != place:  # two files of one name, say
+                number += 1
+                name = f"{place.node} #{number}"
+            places[name] = place
+            made[key] = name
+        names[i] = made[key]
+    return names
+
+
+def node_frame(
+    kernels: pd.DataFrame, provenances: Sequence[Provenance], iterations: int, places: Mapping[str, Place]
+) -> pd.DataFrame:
     """The frame ``Profile.nodes``: the operators of every graph, then the operators outside of all graphs."""
     inside = kernels[(kernels["method"] != "none") & (kernels["iteration"] >= 0)]
     of_graph = inside[inside["launch"] != ""]
@@ -186,29 +243,31 @@ def node_frame(kernels: pd.DataFrame, provenances: Sequence[Provenance], iterati
             records.append({**record, "graph": provenance.graph, "kind": "node", "share": share, "opaque": is_opaque})
     eager = inside[inside["launch"] == ""]
     if len(eager):
-        records += _eager_nodes(eager, total, iterations)
+        records += _eager_nodes(eager, total, iterations, places)
     return frame(records, NODE_COLUMNS)
 
 
-def _eager_nodes(eager: pd.DataFrame, total: int, iterations: int) -> list[dict[str, Any]]:
-    """One node per operator outside of every graph, with the full time of its kernels."""
+def _eager_nodes(eager: pd.DataFrame, total: int, iterations: int, places: Mapping[str, Place]) -> list[dict[str, Any]]:
+    """One node per operator outside of every graph, and place where it is called, with the full time of its kernels."""
     records = []
-    for operator, rows in eager.groupby("top_operator", sort=False):
+    for node, rows in eager.groupby(eager["nodes"].str[0], sort=False):
+        place = places.get(str(node)) or Place(str(node))
+        operator = place.operator
         time = int(rows["duration_ns"].sum())
-        called = {str(name) for name in rows["operator"]} | {str(operator)}
+        called = {str(name) for name in rows["operator"]} | {operator}
         records.append(
             {
                 "graph": "",
-                "node": operator,
+                "node": node,
                 "kind": "operator",
                 "target": operator,
                 "shape": None,
                 "dtype": None,
-                "module_path": "",
-                "module_class": "",
-                "file": "",
-                "line": 0,
-                "source": "",
+                "module_path": place.module_path,
+                "module_class": place.module_class,
+                "file": place.file,
+                "line": place.line,
+                "source": linecache.getline(place.file, place.line).strip() if place.file else "",
                 "pre_grad": (),
                 "kernels": round(len(rows) / iterations),
                 "time_ns": time / iterations,

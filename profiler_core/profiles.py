@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from profiler_core.aggregate import leading_node
 from profiler_core.collect.provenance import Launch, NodeInfo
 from profiler_core.files import plain, write_atomically
+from profiler_core.source_text import SourceLines, restored, source_lines
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,7 +128,8 @@ class Profile:
     means not modelled or not measured.
 
     The window is the kernels with an iteration, 0 or more. Others (warm-up, a call that lost kernels) stay in
-    ``kernels`` and count in :attr:`outside_ns` alone.
+    ``kernels`` and count in :attr:`outside_ns` alone. ``sources`` holds the text of the nodes' source lines where it
+    came with a file; :meth:`source_lines` has it in any case.
     """
 
     kernels: pd.DataFrame
@@ -137,6 +139,7 @@ class Profile:
     wall_ns: float
     launches: tuple[Launch, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    sources: SourceLines | None = None
 
     def __repr__(self) -> str:
         kernel, wall = self.kernel_ns / 1e3, self.wall_ns / 1e3
@@ -152,6 +155,11 @@ class Profile:
             for name, time, share in zip(top["operator"], top["time_ns"], top["share"], strict=True):
                 lines.append(f"  {time / 1e3:12,.1f} us  {share:6.1%}  {name or '(no operator)'}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        from profiler_core.notebook import profile_html
+
+        return profile_html(self)
 
     @property
     def window(self) -> pd.DataFrame:
@@ -242,8 +250,12 @@ class Profile:
         group's leading node: the one with most FLOPs, then most bytes.
         """
         rows = self.window
-        attributed = rows[rows["launch"] != ""].groupby(["graph", "launch"], sort=False)["duration_ns"]
-        time, count = attributed.sum().to_dict(), attributed.count().to_dict()
+        # Not by groupby: its index cannot hold every name (a lone surrogate).
+        time: dict[tuple[str, str], int] = {}
+        count: dict[tuple[str, str], int] = {}
+        for graph, key, taken in zip(rows["graph"], rows["launch"], rows["duration_ns"].tolist(), strict=True):
+            time[graph, key] = time.get((graph, key), 0) + taken
+            count[graph, key] = count.get((graph, key), 0) + 1
         total = self.total_ns
         info = {(str(row["graph"]), str(row["node"])): _info(row) for row in self.nodes.to_dict("records")}
         records = []
@@ -278,6 +290,15 @@ class Profile:
         index = list(zip(table["graph"], table["launch"], strict=True))
         return table.join(counted.reindex(index).set_axis(table.index))
 
+    def source_lines(self) -> SourceLines:
+        """File -> line number -> text of the lines that nodes came from and three around each, bounded: as written with
+        the profile, else of the files as they are now, where these are still what ran.
+        """
+        if self.sources is not None:
+            return self.sources
+        columns = (self.nodes[name].tolist() for name in ("file", "line", "source"))
+        return source_lines(zip(*columns, strict=True))
+
     def by(self, column: str) -> pd.DataFrame:
         """Time, kernels and counters by the values of a column: see :func:`profiler_core.grouping.by`."""
         from profiler_core.grouping import by
@@ -310,8 +331,12 @@ class Profile:
         return from_parquet(folder)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, atomically. What JSON cannot hold is written as :func:`profiler_core.files.plain`
-        says: infinities are null, lone surrogates U+FFFD, sets lists, paths and dates text.
+        """Write :meth:`to_json` atomically."""
+        write_atomically(Path(path), json.dumps(self.to_json(), allow_nan=False))
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as JSON data. What JSON cannot hold is written as :func:`profiler_core.files.plain` says:
+        infinities are null, lone surrogates U+FFFD, sets lists, paths and dates text.
         """
         header = {
             "schema_version": SCHEMA_VERSION,
@@ -320,13 +345,9 @@ class Profile:
             "environment": self.environment,
             "notes": list(self.notes),
             "launches": [asdict(launch) for launch in self.launches],
+            "sources": self.source_lines(),
         }
-        data = {
-            **plain(header),
-            "kernels": _table(self.kernels),
-            "nodes": _table(self.nodes),
-        }
-        write_atomically(Path(path), json.dumps(data, allow_nan=False))
+        return {**plain(header), "kernels": _table(self.kernels), "nodes": _table(self.nodes)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -339,9 +360,17 @@ class Profile:
             data = json.loads((gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode())
         except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ProfileFormatError(f"{path}: not JSON ({error}){remedy}") from error
+        try:
+            return cls.from_json(data)
+        except ProfileFormatError as error:
+            raise ProfileFormatError(f"{path}: {error}{remedy}") from error
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        """The profile that :meth:`to_json` gave. Raises :class:`ProfileFormatError`, naming the place."""
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else None
-            raise ProfileFormatError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {found!r}{remedy}")
+            raise ProfileFormatError(f"schema_version: expected {SCHEMA_VERSION}, got {found!r}")
         try:
             place = "launches"
             launches = tuple(Launch(**{**item, "nodes": tuple(item["nodes"])}) for item in data["launches"])
@@ -353,9 +382,10 @@ class Profile:
             nodes = _frame_of(data["nodes"], NODE_COLUMNS)
             place = "header"
             environment, iterations, wall, notes = header_of(data)
-            return cls(kernels, nodes, environment, iterations, wall, launches, notes)
+            sources = restored(data.get("sources"))
+            return cls(kernels, nodes, environment, iterations, wall, launches, notes, sources)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ProfileFormatError(f"{path}: {place}: {type(error).__name__}: {error}{remedy}") from error
+            raise ProfileFormatError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def _info(row: Mapping[Any, Any]) -> NodeInfo:

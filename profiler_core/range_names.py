@@ -7,6 +7,8 @@ import re
 from profiler_core.trace import COMPILED_GRAPH_PREFIX, ITERATION_PREFIX, RANGE_PREFIX
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")  # what torch.profiler's step() leaves
+_MODULE = "nn.Module: "
+_LINE = "source line: "
 _GENERATED = re.compile(r"(?:graph_\d+_)?(?:cpp|triton|multi_kernel)_\w+$")
 
 
@@ -50,6 +52,40 @@ def graph_call_of(name: str) -> str | None:
     if not name.startswith(COMPILED_GRAPH_PREFIX):
         return None
     return name[len(COMPILED_GRAPH_PREFIX) :].strip(" #")
+
+
+def module_name(path: str, kind: str) -> str:
+    """The name of the range around a module's call: its path in the model, and its class."""
+    return f"{_MODULE}{kind} {path}"
+
+
+def module_of(name: str) -> tuple[str, str]:
+    """(path, class) of a module's range; ("", "") for any other name.
+
+    >>> module_of("nn.Module: Linear h.0.up")
+    ('h.0.up', 'Linear')
+    """
+    if not name.startswith(_MODULE):
+        return "", ""
+    kind, _, path = name[len(_MODULE) :].partition(" ")
+    return path, kind
+
+
+def line_name(file: str, line: int) -> str:
+    """The name of the range around a source line that runs."""
+    return f"{_LINE}{file}:{line}"
+
+
+def line_of(name: str) -> tuple[str, int]:
+    """(file, line) of a source line's range; ("", 0) for any other name.
+
+    >>> line_of("source line: train.py:12")
+    ('train.py', 12)
+    """
+    if not name.startswith(_LINE):
+        return "", 0
+    file, _, number = name[len(_LINE) :].rpartition(":")
+    return (file, int(number)) if number.isdecimal() and len(number) < 10 else ("", 0)
 
 
 def is_generated(name: str) -> bool:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from profiler_core.collect.provenance import Launch
+from profiler_core.families import is_collective
 from profiler_core.profiles import NODE_COLUMNS, Profile, frame
 
 if TYPE_CHECKING:
     import pandas as pd
-
-#: kernels of this library move data between ranks (:mod:`profiler_core.families`)
-_COLLECTIVES = "nccl"
-
 
 @dataclass(frozen=True)
 class RankTimes:
@@ -38,7 +35,7 @@ class RankTimes:
 def times(rank: int, profile: Profile) -> RankTimes:
     """The times of one rank's profile, per call."""
     window = profile.window
-    moves = window["family"] == _COLLECTIVES
+    moves = window["name"].map({name: is_collective(name) for name in window["name"].unique()}).astype(bool)
     collective = int(window.loc[moves, "duration_ns"].sum())
     exposed = _uncovered(window[moves], window[~moves])
     kernel = profile.total_ns / profile.iterations

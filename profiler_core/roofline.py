@@ -9,7 +9,6 @@ rates.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from profiler_core.exclusive import measuring
+from profiler_core.files import write_atomically
 
 __all__ = [
     "Ceilings",
@@ -357,9 +357,4 @@ def _load(path: Path) -> Ceilings | None:
 
 
 def _write(path: Path, found: Ceilings) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(found.to_json(), indent=1), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, json.dumps(found.to_json(), indent=1))

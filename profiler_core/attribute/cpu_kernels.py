@@ -66,10 +66,10 @@ def cpu_kernels(trace: Trace, *, parent: np.ndarray | None = None, whole_graphs:
             continue
         if not windowed:
             iteration[i] = 0
+        elif elsewhere[i] >= 0:  # first, for a range of the user's may have begun in an earlier call
+            iteration[i] = elsewhere[i]
         elif above[i] in iteration:
             iteration[i] = iteration[above[i]]
-        elif elsewhere[i] >= 0:
-            iteration[i] = elsewhere[i]
         if i not in iteration:
             continue
         outer = holder.get(above[i], -1)

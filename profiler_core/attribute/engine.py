@@ -14,7 +14,7 @@ from profiler_core.attribute.correlation import device_annotation
 from profiler_core.attribute.fusion_map import NOT_NAMED
 from profiler_core.attribute.rows import Rows, rows_of
 from profiler_core.collect.provenance import Provenance
-from profiler_core.profile_tables import kernel_frame, node_frame
+from profiler_core.profile_tables import Place, kernel_frame, node_frame
 from profiler_core.profiles import Profile
 from profiler_core.range_names import launch_of
 
@@ -44,7 +44,8 @@ def attribute(
       being replayed (:mod:`profiler_core.attribute.fusion_map`, ``graph_replay``): "fusion_map", "medium";
     - with ``eager_nodes``, a kernel that was launched outside of every call of a compiled graph, or in one by an
       operator that none of its launches is named after, belongs to the outermost operator around it, which then
-      stands among the nodes as one node of kind "operator"; without any provenance, so does every kernel that has one;
+      stands among the nodes as one node of kind "operator", one for each module and source line whose ranges are around
+      it; without any provenance, so does every kernel that has one;
     - otherwise "none", with a reason. The nearest operator is never taken.
 
     ``provenance`` holds the compiled graphs of the trace; kernels of calls of other graphs stay unattributed and say
@@ -62,10 +63,11 @@ def attribute(
     graphs = Graphs(provenances)
     found = _Attributed.of(trace, rows, windows, graphs, eager_nodes)
     launches = tuple(replace(launch, graph=p.graph) for p in provenances for launch in p.launches)
-    kernels = kernel_frame(trace, rows, iteration, found, provenances, environment or {})
+    places: dict[str, Place] = {}
+    kernels = kernel_frame(trace, rows, iteration, found, provenances, environment or {}, places)
     return Profile(
         kernels=kernels,
-        nodes=node_frame(kernels, provenances, count),
+        nodes=node_frame(kernels, provenances, count, places),
         environment=dict(environment or {}),
         iterations=count,
         wall_ns=float(median(trace.wall_ns)) if trace.wall_ns else float("nan"),

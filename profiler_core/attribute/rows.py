@@ -9,7 +9,7 @@ from profiler_core.attribute import enclosure
 from profiler_core.attribute.correlation import link, operator_ranges
 from profiler_core.attribute.cpu_kernels import cpu_kernels
 from profiler_core.attribute.graph_replay import captured_at, is_graph_launch
-from profiler_core.range_names import graph_call_of, launch_of
+from profiler_core.range_names import graph_call_of, launch_of, line_of, module_of
 from profiler_core.trace import KERNEL_COLUMNS, Trace, table
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from profiler_core.attribute.correlation import Links
 
+_BACKWARD = "autograd::engine::evaluate_function"  # the range that autograd's engine puts around a step
+
 
 @dataclass
 class Ranges:
@@ -25,7 +27,9 @@ class Ranges:
 
     ``operator``: the innermost operator at or around a range; ``top_operator``: the outermost one inside the same
     call of a compiled graph (or outside of all); ``launch``: the innermost launch range; ``call``: the innermost call
-    of a compiled graph. ``codes`` and ``names`` are the factorised names.
+    of a compiled graph; ``module`` and ``line``: the innermost range of a module's call and of a source line, those of
+    the forward operator where the range is of its backward pass (``backward``). ``codes`` and ``names`` are the
+    factorised names.
     """
 
     parent: np.ndarray
@@ -35,6 +39,9 @@ class Ranges:
     top_operator: np.ndarray
     launch: np.ndarray
     call: np.ndarray
+    module: np.ndarray
+    line: np.ndarray
+    backward: np.ndarray
 
     @classmethod
     def of(cls, trace: Trace, parent: np.ndarray) -> Ranges:
@@ -51,6 +58,15 @@ class Ranges:
         is_op = operator_ranges(trace)
         is_launch = flag([bool(launch_of(name)[0]) for name in names])
         is_call = flag([graph_call_of(name) is not None for name in names])
+        is_module = flag([bool(module_of(name)[1]) for name in names])
+        is_line = flag([bool(line_of(name)[0]) for name in names])
+        module, line = enclosure.nearest(parent, is_module), enclosure.nearest(parent, is_line)
+        backward = np.zeros(len(parent), dtype=bool)
+        if len(names) and (is_module.any() or is_line.any()):
+            is_backward = flag([name.startswith(_BACKWARD) for name in names])
+            forward = _forward_of(trace, parent, is_op, is_backward)
+            backward = forward >= 0
+            module, line = (np.where(backward, cls.at(found, forward), found) for found in (module, line))
         below_call = parent.copy()
         inside = parent >= 0
         below_call[inside & is_call[parent]] = -1  # autograd's own ranges lie around a backward graph's call
@@ -62,6 +78,9 @@ class Ranges:
             enclosure.outermost(below_call, is_op),
             enclosure.nearest(parent, is_launch),
             enclosure.nearest(parent, is_call),
+            module,
+            line,
+            backward,
         )
 
     def name(self, rows: np.ndarray) -> np.ndarray:
@@ -77,6 +96,29 @@ class Ranges:
         import numpy as np
 
         return np.where(rows >= 0, np.append(column, -1)[rows], -1)
+
+
+def _forward_of(trace: Trace, parent: np.ndarray, is_op: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
+    """For each range inside a step of a backward pass the forward operator that it is of, by autograd's sequence
+    number; -1 elsewhere. The number is that of the next step to be recorded, so that several operators carry it: the
+    last of them is the one that recorded the step.
+    """
+    import numpy as np
+
+    sequence = trace.ranges["sequence"].to_numpy()
+    step = enclosure.nearest(parent, is_backward)
+    candidates = np.flatnonzero(is_op & (sequence >= 0) & (step < 0))
+    numbers, rows = sequence[candidates], candidates
+    order = np.lexsort((rows, numbers))
+    numbers, rows = numbers[order], rows[order]
+    wanted = Ranges.at(sequence, step)
+    place = np.searchsorted(numbers, wanted, side="right") - 1
+    found = (wanted >= 0) & (place >= 0)
+    at = np.where(found, place, 0)
+    if not len(numbers):
+        return np.full(len(parent), -1, dtype="int64")
+    found &= numbers[at] == wanted
+    return np.where(found, rows[at], -1)
 
 
 @dataclass

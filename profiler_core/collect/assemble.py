@@ -209,6 +209,9 @@ def _hint(size: Any) -> int:
     return -1 if hint is None else int(hint)
 
 
+_TRACED = frozenset({"nn_module_stack", "source_fn_stack", "seq_nr", "fwd_nn_module_stack", "fwd_source_fn_stack"})
+
+
 def _own_location(node: fx.Node) -> Location:
     path = cls = ""
     # A backward node carries the modules of the forward node that it is the gradient of.
@@ -217,7 +220,10 @@ def _own_location(node: fx.Node) -> Location:
         spelling, module = list(stack.values())[-1]
         path = module_path(str(spelling))
         cls = module.__name__ if isinstance(module, type) else str(module).rsplit(".", 1)[-1]
-    return (path, cls, *user_frame(node.meta.get("stack_trace")))
+    # A pattern of Inductor's is traced while it compiles, and its nodes hold whatever frame named `forward` called the
+    # compiled code then; what Dynamo or AOTAutograd traced says where else it comes from.
+    replaced = "from_node" in node.meta and _TRACED.isdisjoint(node.meta)
+    return (path, cls, *user_frame(None if replaced else node.meta.get("stack_trace")))
 
 
 def _origin(node: fx.Node, pre_grad: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -30,16 +30,30 @@ NVML = """
 #include <string.h>
 static int readings = 0, refuse = 0, opened = 0, step = 100, idle_after = 2;
 static unsigned pids[4], processes = 0;
+struct sample { unsigned pid; unsigned long long time; unsigned sm, memory, encoder, decoder; };
+static struct sample samples[4];
+static unsigned sampled = 0;
 struct process { unsigned pid; unsigned long long memory; unsigned gpu_instance, compute_instance; };
 int nvmlInitWithFlags(unsigned flags) { opened++; return 0; }
 int nvmlInit_v2(void) { opened++; return 0; }
 int nvmlShutdown(void) { opened--; return 0; }
 int stub_opened(void) { return opened; }
-void stub_reset(void) { readings = 0; refuse = 0; step = 100; idle_after = 2; processes = 0; }
+void stub_reset(void) { readings = 0; refuse = 0; step = 100; idle_after = 2; processes = sampled = 0; }
 void stub_step(int mhz) { step = mhz; }
 void stub_idle_after(int count) { idle_after = count; }
 int stub_readings(void) { return readings; }
 void stub_process(unsigned pid) { pids[processes++] = pid; }
+void stub_sample(unsigned pid, unsigned long long time, unsigned sm) {
+    samples[sampled++] = (struct sample){.pid = pid, .time = time, .sm = sm};
+}
+int nvmlDeviceGetProcessUtilization(void *device, struct sample *found, unsigned *count, unsigned long long since) {
+    unsigned room = found ? *count : 0;
+    *count = sampled;
+    if (!sampled) return 6; /* NVML_ERROR_NOT_FOUND */
+    if (room < sampled) return 7; /* NVML_ERROR_INSUFFICIENT_SIZE */
+    memcpy(found, samples, sampled * sizeof *samples);
+    return 0;
+}
 void stub_refuse(int code) { refuse = code; }
 const char *nvmlErrorString(int code) { return "stub error"; }
 int nvmlSystemGetDriverVersion(char *text, unsigned length) { strncpy(text, "580.00", length); return 0; }
@@ -313,6 +327,32 @@ def test_in_a_container_that_hides_its_process_ids_one_of_them_is_this_process(
     assert others(nvml) == 2  # without a context on the GPU it is none of them
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert others(nvml) == 1
+
+
+def busy(nvml: ctypes.CDLL, *samples: tuple[int, float, int]) -> int:
+    """How many others worked, of samples (process, seconds after the start, share of the SMs' time in per cent)."""
+    with ClockMonitor(CUDA) as monitor:
+        for pid, later, share in samples:
+            nvml.stub_sample(ctypes.c_uint(pid), ctypes.c_ulonglong(monitor._since + int(later * 1e6)), share)
+    return monitor.summary()["busy_processes"]
+
+
+def test_other_processes_at_work_on_the_gpu_are_told_from_those_that_hold_it(nvml: ctypes.CDLL) -> None:
+    nvml.stub_process(1)
+    assert busy(nvml) == 0
+    assert busy(nvml, (os.getpid(), 0.1, 90), (1, 0.1, 0)) == 0
+
+
+def test_a_process_that_works_during_the_run_is_counted_once_and_one_before_it_is_not(nvml: ctypes.CDLL) -> None:
+    assert busy(nvml, (1, 0.1, 30), (1, 0.3, 40), (2, -5.0, 90)) == 1
+
+
+def test_in_a_container_one_of_those_at_work_is_this_process(
+    nvml: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert busy(nvml, (7, 0.1, 90)) == 0
+    assert busy(nvml, (8, 0.1, 5)) == 1
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_the_slowest_rank_is_named_and_sets_the_wall_time():
 
 def moving(start: int, duration: int, call: int = 0) -> dict:
     return kernel(
-        "ncclDevKernel_AllReduce_Sum_f32", start, duration, iteration=call, family="nccl", launch="", nodes=()
+        "ncclDevKernel_AllReduce_Sum_f32", start, duration, iteration=call, family="collective", launch="", nodes=()
     )
 
 
