@@ -13,6 +13,7 @@ from typing import Any
 from fxopt.measure import PairedResult
 from fxopt.registry import Pass
 from fxopt.report.model import CandidateReport, to_plain
+from fxopt.report.restore import restore_fields
 
 __all__ = ["AblationRow", "Timing", "ablate", "not_kept"]
 
@@ -52,18 +53,8 @@ class AblationRow:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> AblationRow:
-        """Reads what `to_json` gave. TypeError for an unknown field."""
-        return AblationRow(**{**data, "alone": _timing(data.get("alone")), "removed": _timing(data.get("removed"))})
-
-
-def _timing(data: Mapping[str, Any] | None) -> Timing | None:
-    if data is None:
-        return None
-    ratios = {
-        name: None if data[name] is None else PairedResult(**{**data[name], "marked": tuple(data[name]["marked"])})
-        for name in ("kernel", "wall")
-    }
-    return Timing(data["kernel_ns"], **ratios)
+        """Reads what `to_json` gave. ValueError, naming the place, for anything else."""
+        return restore_fields(AblationRow, data, "ablation")
 
 
 def ablate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import fx
 from fxopt.options import Mode, OptionError, split_options
 from fxopt.overlap import OverlapWatch
 from fxopt.report.model import GraphReport, remember
+from fxopt.stage import stage_of
 from fxopt.torch_api import dynamo, inductor
 from fxopt.tuner import FxoptWarning, Tuner, warn
 
@@ -45,6 +47,7 @@ class Backend:
         self.calls += 1
         report = GraphReport()
         watch: OverlapWatch | None = None
+        failed = ""
         if self.patches.get("freezing", inductor.config_value("freezing")):
             report.messages.append(_freezing(dynamo.static_inputs(gm, example_inputs)))
         try:
@@ -64,10 +67,13 @@ class Backend:
         except Exception as error:
             if self.options.on_error == "raise":
                 raise
-            message = f"{_stage(report)} failed, so the model runs on plain Inductor: {type(error).__name__}: {error}"
-            warn(message)
-            report.source, report.decision = "fallback", "baseline"
-            report.messages.append(message)
+            failed = f"{_where(error)} failed, so the model runs on plain Inductor: {type(error).__name__}: {error}"
+        if failed:
+            # Outside of the handler, which holds all that was measured, memory of the device included.
+            warn(failed)
+            report.source, report.decision, report.frozen = "fallback", "baseline", False
+            report.messages.append(failed)
+            gc.collect()  # compiled code is full of cycles
             fn = inductor.compile_plain(gm, example_inputs, self.patches)
         if watch is not None and fn is not watch.captured:
             fn = watch.wrap(fn)
@@ -104,9 +110,10 @@ def _freezing(static: Collection[int]) -> str:
     )
 
 
-def _stage(report: GraphReport) -> str:
-    """The stage in which an error arose: the last one entered."""
-    return f"the stage {list(report.seconds)[-1]!r}" if report.seconds else "preparing"
+def _where(error: Exception) -> str:
+    """The stage in which an error arose."""
+    name = stage_of(error)
+    return f"the stage {name!r}" if name else "deciding what to do"
 
 
 #: what was written to each file of the option `report`: one report over all graphs of the process that name it
@@ -115,17 +122,14 @@ _in_files: dict[Any, deque[GraphReport]] = {}
 
 def _write_report(path: Any, report: GraphReport) -> None:
     import json
-    import os
 
     from fxopt.report.model import MOST_REMEMBERED, Report
+    from profiler_core.files import write_atomically
 
     graphs = _in_files.setdefault(path.absolute(), deque(maxlen=MOST_REMEMBERED))
     graphs.append(report)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        draft.write_text(json.dumps(Report(graphs=list(graphs)).to_json(), indent=1))
-        os.replace(draft, path)
+        write_atomically(path, json.dumps(Report(graphs=list(graphs)).to_json(), indent=1))
     except OSError as error:
         warn(f"the report was not written to {path}: {error}; give another path with the option 'report'")
 

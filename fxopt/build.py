@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,8 @@ from fxopt.registry import (
     Stage,
     order,
 )
-from fxopt.torch_api import inductor
+from fxopt.torch_api import dynamo, inductor
+from profiler_core.files import write_atomically
 
 
 def at_work(report: PassReport) -> bool:
@@ -97,7 +97,7 @@ class Builder:
     (no pass body runs then), or None. check_weights: whether frozen code looks at the contents of its weights.
     dumper: where each graph is written before and after each pass. bisection: counts the rewrites, and may deny some.
     With either of them the caches are passed by, for the passes must run. record: whether builds remember the graphs
-    that passes met, for `idle`.
+    that passes met, for `idle`; trials ask for it.
     """
 
     gm: fx.GraphModule
@@ -113,6 +113,7 @@ class Builder:
     def baseline(self) -> Build:
         """Inductor's own code, with its graph captured; its shape guards are the trace's own."""
         compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, capture=True, keep_guards=True)
+        _wake(self.context.device)
         return Build([], compiled.flat(), compiled)
 
     def build(self, passes: Sequence[Pass], *, keep_guards: bool = False) -> Build:
@@ -139,7 +140,9 @@ class Builder:
                 stack.enter_context(wrapping.compiling())
             # What the caller asked for stands, whatever a pass would rather have.
             patches = {**asked, **self.patches}
-            compiled = self._compile(patches, slots, freeze, compute, keep_guards, capture=bool(configured))
+            # What a runtime pass wraps, and what shows what a config pass did, is the backward as well.
+            capture = bool(configured) or (bool(runtime) and self.context.grad)
+            compiled = self._compile(patches, slots, freeze, compute, keep_guards, capture=capture)
         for p, accepted, configuration in configured:
             reports[p.name] = self._took_effect(p, reports[p.name], compiled, accepted)
             self._dump(p, reports[p.name], configuration)
@@ -249,6 +252,8 @@ class Builder:
         if self.dumper is not None or self.bisection is not None:
             return compile_once(caches=False)
         compiled = compile_once(caches=True)
+        if self.record:
+            _wake(self.context.device)
         if slots and not all(slot.ran for slot in slots.values()):
             # A cache served the code. What the passes did then was written down, or has to be found out again.
             if not _read_reports(kept, slots):
@@ -306,6 +311,8 @@ class Builder:
                     report = replace(report, refused=(("graph", reason),))
                 else:
                     wrapped = p.wrap(fn, own, compiled, context)
+                    if compiled.backward is not None:
+                        compiled.backward.wrap(p.wrap_backward)
                     changed = wrapped is not fn
                     fn = wrapped
                     report = replace(report, matched=1, rewritten=int(changed), changed=changed)
@@ -314,6 +321,14 @@ class Builder:
             reports[p.name] = replace(report, seconds=time.perf_counter() - started)
             self._dump(p, reports[p.name])
         return replace(compiled, fn=fn).flat(self.inputs, self.check_weights)
+
+
+def _wake(device: torch.device) -> None:
+    """Before a first call, which times what Inductor then keeps on disk: with the GPU's clocks up."""
+    from profiler_core.wake import wake
+
+    with torch.no_grad(), dynamo.outside_tracing():
+        wake(device)
 
 
 def _read_reports(path: Path | None, slots: Mapping[str, SlotPass]) -> bool:
@@ -332,10 +347,5 @@ def _read_reports(path: Path | None, slots: Mapping[str, SlotPass]) -> bool:
 def _write_reports(path: Path | None, slots: Mapping[str, SlotPass]) -> None:
     if path is None:
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({name: [r.to_json() for r in slot.reports] for name, slot in slots.items()}))
-        os.replace(draft, path)
-    except OSError:
-        pass  # the reports are a convenience of later tuning runs; without them the passes run again
+    with contextlib.suppress(OSError):  # a convenience of later tuning runs; without it the passes run again
+        write_atomically(path, json.dumps({name: [r.to_json() for r in slot.reports] for name, slot in slots.items()}))

@@ -115,7 +115,7 @@ def _imports(text: bytes, package: str) -> tuple[str, ...]:
     """Full names of what a module's text imports, wherever in it; `from a import b` may mean a.b, so both."""
 
     def names() -> Iterator[str]:
-        for node in ast.walk(ast.parse(text)):
+        for node in _statements(ast.parse(text)):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -129,6 +129,17 @@ def _imports(text: bytes, package: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names()))
     except (SyntaxError, ValueError, ImportError):  # not Python, or beyond the top of its package
         return ()
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements in it, and what holds some; not the expressions, which are most of a tree and import nothing."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            held = getattr(node, name, ())
+            waiting += held if isinstance(held, list) else []  # an expression's `body` is one node
 
 
 class _Reach:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fxopt.samples import Samples
+
 
 class StaleWeights(RuntimeError):
     """A call came with other weights than those that were folded in. `fxopt.optimize`'s module folds anew."""
@@ -20,7 +22,8 @@ class FrozenCode:
     compiles a code object once for all modules that share it, so another module's weights may arrive here. Replacing a
     parameter changes its identity, writing to it its version, assigning to `.data` its address; a fused optimizer's
     step changes none of the three, but comes with a new gradient. About 0.2 us a tensor, in loops that stay inside the
-    interpreter's own C code. `check_contents` false leaves the identity check alone.
+    interpreter's own C code. What none of them shows, samples of the elements do (`fxopt.samples`).
+    `check_contents` false leaves the identity check alone.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class FrozenCode:
         self._tensors = [frozen[i] for i in positions]
         self._check_contents = check_contents
         self._state = self._read() if check_contents else None
+        self._samples = Samples(self._tensors) if check_contents else None
 
     @property
     def output_copies(self) -> int | None:
@@ -54,6 +58,8 @@ class FrozenCode:
             raise StaleWeights("the call brings other weights than those folded into this code")
         if self._check_contents and self._read() != self._state:
             raise StaleWeights("the weights folded into this code have changed")
+        if self._samples is not None and self._samples.changed():
+            raise StaleWeights("the weights folded into this code have changed, unseen by torch (through .data?)")
         return self._fn(*[args[i] for i in self._kept])
 
 

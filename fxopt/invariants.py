@@ -30,6 +30,9 @@ PROVENANCE_META = (
     "from_node",
     "seq_nr",
     "custom",
+    # of a backward node: where the forward node comes from that it is the gradient of
+    "fwd_nn_module_stack",
+    "fwd_source_fn_stack",
 )
 
 #: Every rule by name.

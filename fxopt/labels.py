@@ -102,6 +102,7 @@ class Label:
         headroom_ns: time per call that removing the limit could save at most, never negative.
         why: one sentence.
         reference: source of the rule that gave it.
+        backward: whether it is about the backward of a graph with gradients.
     """
 
     axis: Axis
@@ -113,6 +114,7 @@ class Label:
     headroom_ns: float
     why: str
     reference: str = ""
+    backward: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.headroom_ns) and self.headroom_ns >= 0):
@@ -130,6 +132,7 @@ class Label:
             "headroom_ns": self.headroom_ns,
             "why": self.why,
             "reference": self.reference,
+            "backward": self.backward,
         }
 
     @classmethod
@@ -153,6 +156,7 @@ class Label:
                 headroom_ns=_number(data, "headroom_ns", "label"),
                 why=_field(data, "why", (str,), "label"),
                 reference=_field(data, "reference", (str,), "label") if "reference" in data else "",
+                backward=_field(data, "backward", (bool,), "label") if "backward" in data else False,
             )
         except LabelError:
             raise

@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
 import fxopt
-from fxopt import fingerprints, invariants
+from fxopt import fingerprints, graph_text, invariants
 from fxopt.bisect import Bisection
 from fxopt.dump import Dumper
 from fxopt.invariants import PROVENANCE_META
@@ -28,6 +28,10 @@ from fxopt.torch_api import inductor, values
 from fxopt.torch_api.inductor import CustomGraphPass, InferenceAwareGraphPass
 
 __all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "checked_candidate", "consider", "run_pass"]
+
+
+#: meta that AOTAutograd divides a graph with gradients by, into forward and backward
+_PARTITION_META = ("partitioner_tag", "recompute", "ac_graph_id")
 
 
 def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) -> str:
@@ -241,7 +245,12 @@ class _Attempt:
     def _take(self, rewritten: int) -> None:
         old, new = ({node.name for node in graph.nodes} for graph in (self.graph, self.trial))
         self.report = replace(
-            self.report, rewritten=rewritten, changed=True, created=len(new - old), erased=len(old - new)
+            self.report,
+            rewritten=rewritten,
+            changed=True,
+            created=len(new - old),
+            erased=len(old - new),
+            change=graph_text.change(self.graph, self.trial),
         )
         inductor.replace_nodes(self.graph, self.trial)
 
@@ -288,7 +297,7 @@ def no_candidates(p: GraphPass, graph: fx.Graph, context: PassContext) -> str:
 
 def _provenance(node: fx.Node, pass_name: str) -> dict[str, Any]:
     """What a node that a pass makes from `node` inherits: all that is known of `node`, and that it comes from it."""
-    found = {key: node.meta[key] for key in PROVENANCE_META if node.meta.get(key) is not None}
+    found = {key: node.meta[key] for key in (*PROVENANCE_META, *_PARTITION_META) if node.meta.get(key) is not None}
     return {**found, "from_node": [NodeSource(node, pass_name, NodeSourceAction.CREATE)]}
 
 
@@ -373,4 +382,5 @@ def _together(first: PassReport, second: PassReport) -> PassReport:
         created=first.created + second.created,
         erased=first.erased + second.erased,
         seconds=first.seconds + second.seconds,
+        change="\n".join(filter(None, (first.change, second.change))),
     )

@@ -312,6 +312,8 @@ def _marks(clocks: dict[str, Any], asked: int, measured: int) -> tuple[str, ...]
         )
     if clocks.get("throttled"):
         marks.append(f"throttled: {', '.join(clocks['throttled'])}")
+    if busy := clocks.get("busy_processes"):
+        marks.append(f"{busy} other process{'es' * (busy > 1)} used the GPU meanwhile")
     if measured < asked:
         marks.append(f"stopped by the time limit after {measured} of {asked} pairs")
     return tuple(marks)

@@ -168,17 +168,26 @@ def graph_metrics(profile: Profile | GraphTimes) -> Subject:
     return metrics, {"scope": "graph", "device": device, "nodes": (), "launch": "", "gap_is": gap_is}
 
 
-def subjects(profile: Profile, ceilings: Ceilings) -> Iterator[Subject]:
+class _NoCeilings:
+    """Of a device of which no ceilings are known: what rests on them is missing."""
+
+    copy_bytes_per_s: None = None
+    flops_per_s: Mapping[str, float] = {}
+    environment: Mapping[str, Any] = {}
+
+
+def subjects(profile: Profile, ceilings: Ceilings | None) -> Iterator[Subject]:
     """What group rules look at: each launch of compiled code, then each kernel outside of it by operator and name."""
+    rates = ceilings if ceilings is not None else _NoCeilings()
     records = LaunchRecords(profile)
     columns = (profile.nodes[name] for name in ("graph", "node", "target", "dtype"))
     nodes = {(graph, node): (str(target), str(dtype)) for graph, node, target, dtype in zip(*columns, strict=True)}
     for row in profile.groups().to_dict("records"):
         members = [(name, *nodes.get((row["graph"], name), ("", ""))) for name in row["nodes"]]
-        yield _subject(row, records.launch(row["graph"], row["launch"]), members, profile, ceilings)
+        yield _subject(row, records.launch(row["graph"], row["launch"]), members, profile, rates)
     for outside in records.outside():
         members = [(name, name.replace("::", "."), "") for name in outside["nodes"]]
-        yield _subject(outside, outside, members, profile, ceilings)
+        yield _subject(outside, outside, members, profile, rates)
 
 
 _Member = tuple[str, str, str]  # a node's name, its target, its type
@@ -189,7 +198,7 @@ def _subject(
     record: Mapping[str, Any],
     members: Sequence[_Member],
     profile: Profile,
-    ceilings: Ceilings,
+    ceilings: Ceilings | _NoCeilings,
 ) -> Subject:
     facts = _facts(row, record, members, profile, ceilings)
     given: list[tuple[str, Any, str, Source]] = [
@@ -270,7 +279,7 @@ def _facts(
     record: Mapping[str, Any],
     members: Sequence[_Member],
     profile: Profile,
-    ceilings: Ceilings,
+    ceilings: Ceilings | _NoCeilings,
 ) -> dict[str, Any]:
     products = [member for member in members if is_matrix_product(member[1])]
     # aten.mm.dtype and its kin take 16-bit inputs and give float32: the product's type is not the output's.
@@ -297,10 +306,11 @@ def _facts(
         "scope": "kernel" if outside else "group",
         "device": _device_type(profile),
         "launch": row["launch"],
+        "backward": "backward" in str(row.get("graph", "")),
         "nodes": tuple(row["nodes"]),
         "compute_dtype": dtype,
         "float32_products": wide,
-        "narrow_units": "bfloat16" in ceilings.flops_per_s,
+        "narrow_units": "bfloat16" in ceilings.flops_per_s or isinstance(ceilings, _NoCeilings),
         "tf32_on": "TF32 is on for matrix products, so tensor cores already run them" if tf32 else "",
         "limiter": limiter if isinstance(limiter, str) and limiter else "resources",
         "copies": bool(work) and set(work) <= _COPIES,

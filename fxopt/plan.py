@@ -419,10 +419,12 @@ def _replace(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C included
         with suppress(OSError):
             temporary.unlink()
-        raise _unusable(path, "written", error) from error
+        if isinstance(error, OSError):
+            raise _unusable(path, "written", error) from error
+        raise
     # The name's new target is on disk only once the directory is. Some file systems refuse; the plan is then
     # as safe as they make it.
     with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +14,9 @@ import torch
 from fxopt import rules
 from fxopt.build import Build
 from fxopt.options import Options
+from fxopt.stage import stage
 from fxopt.torch_api import inductor
+from fxopt.warning import warn
 
 if TYPE_CHECKING:
     from profiler_core.collect.provenance import Provenance
@@ -31,8 +34,9 @@ def profile_build(
     options: Options,
     store: Path,
     running: Callable[[], AbstractContextManager[None]],
-) -> tuple[Profile, Provenance]:
-    """Times, attribution and counters of `build`, measured on `arguments`; and what its launches compute.
+) -> tuple[Profile, list[Provenance]]:
+    """Times, attribution and counters of `build`, measured on `arguments`; and what its launches compute, of the graph
+    and then of its backward, where it has one.
 
     again: compiles once more past the caches, for code that a cache served and nobody wrote down what it computes; it
     then takes the place of `build`'s. steady: makes every call do the same. store: where provenance is kept.
@@ -43,26 +47,43 @@ def profile_build(
     from profiler_core.environment import environment
 
     try:
-        provenance = provenance_source.from_compiled(build.compiled.graph, build.compiled.post_grad, store)
+        graphs = _graphs(build.compiled, store)
     except provenance_source.ProvenanceMissing:
         build.compiled = again()
         build.fn = build.compiled.flat()
-        provenance = provenance_source.from_compiled(build.compiled.graph, build.compiled.post_grad, store)
-    graph, fn = build.compiled.graph, steady(build.fn)
-    with running(), provenance_source.instrumented(graph, provenance):
+        graphs = _graphs(build.compiled, store)
+    fn, provenances = steady(build.fn), [provenance for _, provenance in graphs]
+    with stage("profile"), running(), contextlib.ExitStack() as stack:
+        for graph, provenance in graphs:
+            tag = provenance.graph if len(graphs) > 1 else ""
+            stack.enter_context(provenance_source.instrumented(graph, provenance, tag=tag))
         trace = kineto.measure(
             lambda: fn(*arguments), iterations=options.iterations, warmup=options.warmup, device=device
         )
-    profile = attribute(trace, provenance, environment(device))
+    with stage("attribute"):
+        profile = attribute(trace, provenances, environment(device))
     with running():
-        return _counted(profile, lambda: fn(*arguments), graph, provenance, arguments, device, options), provenance
+        return _counted(profile, lambda: fn(*arguments), graphs, arguments, device, options), provenances
+
+
+def _graphs(compiled: inductor.Compiled, store: Path) -> list[tuple[Any, Provenance]]:
+    """What was compiled, with what its launches compute: the graph, and its backward. Raises ProvenanceMissing."""
+    from profiler_core.collect.inductor import from_compiled
+
+    backward = compiled.backward
+    if backward is None or backward.graph is None:
+        return [(compiled.graph, from_compiled(compiled.graph, compiled.post_grad, store))]
+    of_backward = from_compiled(backward.graph, backward.post_grad, store)
+    found = [(backward.graph, replace(of_backward, graph=of_backward.graph or "backward"))]
+    if compiled.graph is not None:  # a forward of nothing but views is not compiled
+        found.insert(0, (compiled.graph, from_compiled(compiled.graph, compiled.post_grad, store)))
+    return found
 
 
 def _counted(
     profile: Profile,
     call: Callable[[], Any],
-    graph: Any,
-    provenance: Provenance,
+    graphs: Sequence[tuple[Any, Provenance]],
     arguments: Sequence[Any],
     device: torch.device,
     options: Options,
@@ -74,8 +95,14 @@ def _counted(
     notes: list[str] = []
     asked = Asked(counter_keys("full" if options.counters == "auto" else options.counters))
     state = [value for value in arguments if isinstance(value, torch.Tensor)]
-    found = with_cupti(profile, call, asked, device, state, [(graph, provenance)], notes)
-    return replace(found, notes=(*found.notes, *notes))
+    try:
+        profile = with_cupti(profile, call, asked, device, state, graphs, notes)
+    except Exception as error:  # what it does not foresee: times are enough to go on with
+        if options.on_error == "raise":
+            raise
+        notes.append(f"no hardware counters: {type(error).__name__}: {error}")
+        warn(f"the stage 'counters' failed, and labels rest on times: {type(error).__name__}: {error}")
+    return replace(profile, notes=(*profile.notes, *notes))
 
 
 def labels_of(

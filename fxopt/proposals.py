@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxopt import registry, rules
-from fxopt.labels import Label
+from fxopt.labels import Axis, Label
 from fxopt.options import Options
 from fxopt.registry import Pass, PassContext
 from fxopt.report.model import GraphReport
@@ -53,6 +53,8 @@ class Proposals:
     def _variants(self, p: Pass) -> tuple[str, list[Pass]]:
         """What to try, or the reason why nothing can be."""
         reason = registry.inapplicable(p, self.context)
+        if not reason and self.options.objective == "kernel" and p.answers == {Axis.LAUNCH_BOUND}:
+            reason = "it shortens calls and no kernel, and objective='kernel' asks for shorter kernels"
         if not reason and not self.context.budget.allows(p.precision):
             reason = f"needs precision={p.precision.value!r}, and {self.options.precision!r} was asked for"
         if reason:
@@ -107,10 +109,11 @@ def headroom(labels: Sequence[Label], layer_classes: Mapping[str, str]) -> dict[
 
     A kernel may carry several labels; what it could save at most is the largest of them.
     """
-    most: dict[str, Label] = {}
+    most: dict[tuple[str, bool], Label] = {}
     for label in labels:
-        if label.launch not in most or label.headroom_ns > most[label.launch].headroom_ns:
-            most[label.launch] = label
+        kernel = label.launch, label.backward
+        if kernel not in most or label.headroom_ns > most[kernel].headroom_ns:
+            most[kernel] = label
     by_class: dict[str, float] = {}
     for label in most.values():
         of = next((layer_classes[name] for name in label.nodes if name in layer_classes), "")

@@ -12,12 +12,15 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from fxopt.training import Gradients
 
 __all__ = ["Float64Mode", "NoFloat64", "Reference", "clone_inputs", "reference", "storage_groups"]
 
@@ -377,15 +380,16 @@ class Reference:
     random: tuple[str, ...] = ()
 
 
-def reference(gm: fx.GraphModule, inputs: Sequence[Any]) -> Reference:
+def reference(gm: fx.GraphModule, inputs: Sequence[Any], gradients: Gradients | None = None) -> Reference:
     """Run ``gm`` in fp64 on copies of its flat ``inputs`` (tensors, ints, SymInts); neither is changed.
+    With ``gradients`` also its backward: ``inputs`` then hold the cotangents, and the outputs the gradients.
 
     Where an operator has no fp64 form, or fp64 does not fit in memory, the graph runs in its own dtypes and
     the note says what stood in the way. Errors of that second run are the graph's own and propagate.
     """
     mode, current = Float64Mode(), ["the inputs"]
     try:
-        outputs, copies, mutated = _run(gm, inputs, mode, current)
+        outputs, copies, mutated = _run(gm, inputs, mode, current, gradients)
     except Exception as error:  # whatever an operator raises for a dtype that it lacks
         reason = (str(error).strip().splitlines() or [""])[0]
         why = f"no fp64 reference: {current[0]}: {type(error).__name__}: {reason}"
@@ -395,7 +399,7 @@ def reference(gm: fx.GraphModule, inputs: Sequence[Any]) -> Reference:
             outputs, mode.below_fp64, "float64", note, copies, mutated, tuple(sorted(mode.random))
         )
     watch = _RandomWatch()
-    outputs, copies, mutated = _run(gm, inputs, watch, current)
+    outputs, copies, mutated = _run(gm, inputs, watch, current, gradients)
     low = sum(map(_is_low, tree_leaves(outputs)))
     note = "; ".join(filter(None, (why, _random_note(watch.random))))
     return Reference(
@@ -422,7 +426,11 @@ class _RandomWatch(TorchDispatchMode):
 
 
 def _run(
-    gm: fx.GraphModule, inputs: Sequence[Any], mode: TorchDispatchMode, current: list[str]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: TorchDispatchMode,
+    current: list[str],
+    gradients: Gradients | None,
 ) -> tuple[Any, list[Any], frozenset[int]]:
     fp64 = isinstance(mode, Float64Mode)
     copies = _copy_inputs(inputs, set(), raise_to_fp64=fp64)
@@ -435,7 +443,8 @@ def _run(
             for device_type in {"cpu", *(value.device.type for value in tensors.values())}:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(mode)
-        outputs = _EagerRun(gm, fp64, current).run(*copies)
+        run: Callable[..., Any] = _EagerRun(gm, fp64, current).run
+        outputs = (run if gradients is None else gradients.of(run))(*copies)
     written = {index for index, value in tensors.items() if value._version != before[index]}
     aliases = {index for group in storage_groups(inputs) if written.intersection(group) for index in group}
     return outputs, copies, frozenset(written | aliases)

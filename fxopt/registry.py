@@ -32,6 +32,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fxopt.fingerprints import canonical, source_digest
+from fxopt.report.restore import restore_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +74,8 @@ class PassReport:
     matched: candidates accepted; rewritten: candidates that were rewritten, checked against the graph itself;
     refused: (target, reason) for each one left alone; changed: whether the graph, configuration or callable differs;
     error: why the pass was undone, "" if it was not. created, erased: nodes that the graph has and had; seconds: time
-    that the pass took, with the checks.
+    that the pass took, with the checks. change: the graph before and after as a difference of lines
+    (`fxopt.graph_text`), "" where no graph was changed.
     """
 
     name: str
@@ -86,16 +88,15 @@ class PassReport:
     created: int = 0
     erased: int = 0
     seconds: float = field(default=0.0, compare=False)
+    change: str = field(default="", compare=False)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> PassReport:
-        known = {f.name for f in dataclasses.fields(PassReport)}
-        values = {key: value for key, value in data.items() if key in known}
-        values["refused"] = tuple((str(a), str(b)) for a, b in values.get("refused", ()))
-        return PassReport(**values)
+        """Reads what `to_json` gave. ValueError, naming the place, for anything else."""
+        return restore_fields(PassReport, data, "pass report")
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ class Pass:
     with this one, so that it stays in the trial although it is no faster. needs: names of passes that it cannot do
     without, which join its trial. conflicts: names of passes that answer the same thing on the same nodes, never in one
     trial with it, whichever of the two says so. last: whether it is tried after all others, for it compiles long.
-    devices: types of device it is for; elsewhere it is not mentioned.
+    devices: types of device it is for; elsewhere it is not mentioned. gradients: whether it is also right in a graph
+    with gradients, where the joint stage has forward and backward in one graph, the post-grad stage sees each of them,
+    and any value may be read by the backward.
     """
 
     name: ClassVar[str] = ""
@@ -186,6 +189,7 @@ class Pass:
     conflicts: ClassVar[tuple[str, ...]] = ()
     last: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    gradients: ClassVar[bool] = False
 
     def concerns(self, context: PassContext) -> bool:
         """Whether the graph has what the pass is about; where not, no report mentions it."""
@@ -274,6 +278,10 @@ class RuntimePass(Pass):
         self, fn: Callable[..., Any], inputs: Sequence[Any], compiled: Any, context: PassContext
     ) -> Callable[..., Any]:
         """A callable that does what `fn` does."""
+        raise NotImplementedError
+
+    def wrap_backward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The same around the compiled backward of a graph with gradients, for passes that say `gradients`."""
         raise NotImplementedError
 
 
@@ -447,9 +455,12 @@ def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
 def inapplicable(p: Pass, context: PassContext) -> str:
     """Why `p` cannot be used, "" if it can; an error that it raises over the question is a reason as well."""
     try:
-        return p.applicable(context)
+        reason = p.applicable(context)
     except Exception as error:
         return f"its applicable() raised {type(error).__name__}: {error}"
+    if not reason and context.grad and not p.gradients:
+        return "gradients are on: this pass rewrites inference graphs only"
+    return reason
 
 
 def concerned(p: Pass, context: PassContext) -> bool:

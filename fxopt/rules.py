@@ -85,7 +85,7 @@ def _finite(name: str, value: Any) -> float:
 
 def label(
     profile: Profile,
-    ceilings: Ceilings,
+    ceilings: Ceilings | None,
     *,
     thresholds: Mapping[str, float] | None = None,
     rules: tuple[Rule, ...] | None = None,
@@ -94,7 +94,8 @@ def label(
 
     Args:
         profile: of the measured code; with counters the labels rest on what was measured.
-        ceilings: of the device that the profile was taken on.
+        ceilings: of the device that the profile was taken on; None where they are not known, and then the rules that
+            need one do not fire.
         thresholds: by name, over the defaults.
         rules: the table; by default ``RULES``.
 
@@ -204,6 +205,7 @@ def _apply(
         headroom_ns=max(0.0, numbers[rule.headroom]),
         why=rule.why.format(**{**facts, **numbers}),
         reference=rule.reference,
+        backward=bool(facts.get("backward")),
     )
 
 

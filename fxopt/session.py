@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxopt import eager_modules, rnn
+from fxopt import eager_modules, rnn, samples
 from fxopt.backend import Backend
 from fxopt.frozen import StaleWeights
 from fxopt.report.model import GraphReport, Report
@@ -52,12 +52,15 @@ class SessionBackend(Backend):
 class OptimizedModule(nn.Module):
     """A model with its optimised code. Calls run under `torch.no_grad()`.
 
-    `report` tells what was done. In training mode (`model.train()`) the original model runs, with gradients.
+    `report` tells what was done. In training mode (`model.train()`) the original model runs, with gradients; and
+    torch.export gets the original model, and a warning that says so.
     State dicts are the original model's. Before each call every folded weight's identity, version, address and
     gradient are compared (`fxopt.frozen`), and after a change the weights are folded anew. So are the counters of batch
     normalisations, whose statistics training mode updates without torch's counting it. Writing into memory through
-    `.data` (`p.data.add_(1)`), which torch does not count either, is not seen. `check_weights=False` leaves all but the
-    identity out.
+    `.data` (`p.data.add_(1)`), which torch does not count either, is seen by samples of the elements (`fxopt.samples`):
+    on a CPU before the next call where it concerns all weights; elsewhere, and where it concerns few of them, within a
+    second, or before the first call after `train()` or `eval()`; what is written to few elements of a weight may stay
+    unseen. `check_weights=False` leaves all but the identity out.
     """
 
     def __init__(
@@ -97,6 +100,9 @@ class OptimizedModule(nn.Module):
         return [-1 if counter is None or counter.is_inference() else counter._version for counter in counters]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            _warn_of_export()
+            return self.model(*args, **kwargs)
         if self.model.training:
             return self.model(*args, **kwargs)
         if self._counted is not None and self._count_updates() != self._counted:
@@ -143,6 +149,7 @@ class OptimizedModule(nn.Module):
 
     def train(self, mode: bool = True) -> OptimizedModule:
         super().train(mode)
+        samples.look_again()
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +157,17 @@ class OptimizedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.load_state_dict(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_export() -> None:
+    warnings.warn(
+        "fxopt: torch.export takes the original model; what fxopt decided is no part of the program. A plan holds for "
+        "graphs that torch.compile traces, and is verified as they are compiled here: AOTInductor compiles an exported "
+        "program by itself. Export the model that was given to fxopt.optimize, which is `.model` of the result",
+        FxoptWarning,
+        stacklevel=2,
+    )
 
 
 def optimize(

@@ -21,6 +21,7 @@ from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
 from fxopt.torch_api import dynamo
+from fxopt.training import Gradients
 from fxopt.warning import warn
 
 
@@ -31,7 +32,8 @@ class Trials:
     gm and inputs are Dynamo's. baseline: what they are compared with, taking all inputs. input_sets: copies to run on,
     which share the inputs at `held`. steady: makes every call of a function do the same. running: what measured code
     runs in. say: progress. environment: the profile's. idle: passes that found nothing to do beside the others, and
-    why.
+    why. gradients: of a graph that has some; every measured call then runs its backward as well, and the input sets
+    hold the cotangents.
     """
 
     gm: fx.GraphModule
@@ -50,6 +52,7 @@ class Trials:
     noise: float = 0.0
     baseline_kernel_ns: float = 0.0
     idle: dict[str, str] = field(default_factory=dict)
+    gradients: Gradients | None = None
     _alive: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(default_factory=weakref.WeakValueDictionary)
     _alive_code: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(
         default_factory=weakref.WeakValueDictionary
@@ -152,6 +155,8 @@ class Trials:
         if build is not None:
             return build
         same = self._alive_code.get(_key([p for p in passes if not _wraps(p)]))
+        if self.gradients is not None:
+            same = None  # its backward is wrapped where autograd finds it, once for all
         return self.hold(self.builder.build(passes) if same is None else self.builder.rewrapped(same, passes))
 
     def compiles(self, step: Step) -> bool:
@@ -186,13 +191,14 @@ class Trials:
                 return None
             with phase(report, "verify"), self.running():
                 entry.verdict = verify.verify(
-                    build.fn,
+                    build.fn if self.gradients is None else self.gradients.of(build.fn),
                     self.baseline,
                     dynamo.copy_graph(self.gm),
                     self.input_sets,
                     self.held,
                     self.budget,
                     logits=self.options.logits,
+                    gradients=self.gradients,
                 )
             if not entry.verdict.ok:
                 entry.outcome, entry.reason = "rejected", f"wrong: {entry.verdict.reason}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxopt import ablation, bisect, distributed, floor, identity, machine, measure, registry, verify
+from fxopt import ablation, bisect, distributed, floor, identity, machine, measure, registry, training, verify
 from fxopt.ablation import AblationRow
 from fxopt.build import Build, Builder
 from fxopt.dump import Dumper
@@ -28,6 +28,7 @@ from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.search import Proposal, Search, Step, Trial
 from fxopt.together import decide_together
 from fxopt.torch_api import dynamo, inductor
+from fxopt.training import Gradients
 from fxopt.trials import Trials, spelled
 from fxopt.warning import FxoptWarning, warn
 from profiler_core import exclusive
@@ -64,6 +65,7 @@ class Tuner:
     def __post_init__(self) -> None:
         self.device = graph_device(self.inputs)
         self.real = dynamo.concrete(self.inputs)
+        self.wanted = training.needed(self.inputs)
         self.budget = verify.parse_precision(self.options.precision)
         self.static = dynamo.static_inputs(self.gm, self.inputs)
         self.store = PlanStore(self.options.plan_root, max_bytes=self.options.plan_limit)
@@ -72,6 +74,7 @@ class Tuner:
         self.report.compile_id = dynamo.current_compile_id()
         self._written: Plan | None = None
         self._sets: list[list[Any]] = []
+        self._gradients: Gradients | None = None
 
     # -- the way through ------------------------------------------------------------------------------------------
 
@@ -83,6 +86,9 @@ class Tuner:
         if communicating := dynamo.collectives(self.gm):
             # A rank that measured it alone would wait for the others for ever.
             return self.plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
+        if self.wanted:
+            with dynamo.outside_tracing():
+                self.real = training.aliases(self.real)
         parts = identity.key_parts(
             self.gm,
             self.inputs,
@@ -136,8 +142,10 @@ class Tuner:
         return kept if plan is None else self.apply(plan)
 
     def _weights(self) -> str:
-        """The weights in the plan's key: nothing where no accuracy is given up, else which ones were verified."""
-        if self.budget.precision is verify.Precision.FP32 and self.budget.max_rel_l2 is None:
+        """The weights in the plan's key: nothing where no accuracy is given up, else which ones were verified. Nothing
+        either where they are trained: they differ from step to step whatever was verified.
+        """
+        if self.wanted or (self.budget.precision is verify.Precision.FP32 and self.budget.max_rel_l2 is None):
             return ""
         with dynamo.outside_tracing():
             return identity.weights_digest([self.inputs[position] for position in sorted(self.static)])
@@ -187,9 +195,7 @@ class Tuner:
         limited = bisect.of_process(self.options.bisect, self._name)
         builder = replace(self._builder(context), bisection=limited)
         if plan.decision == "baseline":
-            compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, keep_guards=True)
-            compiled.scope.adopt()
-            return compiled.flat()
+            return self._inductors_own()
         passes = passes_of(plan, self.passes, context)
         if context.dynamic:
             # Which guards Inductor itself needs shows beside its own code alone. What the passes add is taken back.
@@ -216,26 +222,34 @@ class Tuner:
         build.compiled.scope.adopt()
         return build.fn
 
+    def _inductors_own(self) -> Callable[..., Any]:
+        """What torch.compile would run without fxopt: the backward is compiled when it is first run."""
+        compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, keep_guards=True)
+        compiled.scope.adopt()
+        return compiled.flat()
+
     def _verify_moved(self, plan: Plan, builder: Builder, build: Build) -> None:
         """Verifies the code of a plan that another machine made, once for this machine. Raises PlanMoved."""
         name, report = f"the plan {plan.key[:12]} was made on another machine", self.report
         with phase(report, "verify a plan from elsewhere"):
-            if builder.context.grad:
-                raise PlanMoved(f"{name}, and its gradients were verified only there")
             baseline = builder.baseline()
             mutated = baseline.compiled.mutated or frozenset()
             if mutated != frozenset(plan.mutated):
                 raise PlanMoved(f"{name}, and says that the graph writes to other inputs than it does")
+            if why := self._untrained(mutated):
+                raise PlanMoved(f"{name}: {why}")
             self._share(mutated)
+            self._with_backward(baseline)
             with self._running():
                 verdict = verify.verify(
-                    build.fn,
-                    baseline.fn,
+                    self._call(build.fn),
+                    self._call(baseline.fn),
                     dynamo.copy_graph(self.gm),
                     self._input_sets(),
                     self._held,
                     self.budget,
                     logits=self.options.logits,
+                    gradients=self._gradients,
                 )
         report.verdict = verdict
         if not verdict.ok:
@@ -252,7 +266,9 @@ class Tuner:
         """Measures the ablation that the tuning run was not asked for, and adds it to the plan."""
         self._share(frozenset(plan.mutated))
         with phase(self.report, "compile baseline"):
-            baseline = self._timed_baseline(builder.baseline())
+            own = builder.baseline()
+            baseline = self._timed_baseline(own)
+        self._with_backward(own)
         trials = self._trials(builder, self._steady(baseline), plan.environment)
         trials.hold(kept)
         rows = trials.ablate(kept.passes) + ablation.not_kept([], kept.passes, plan.out_of_reach)
@@ -273,16 +289,14 @@ class Tuner:
         with phase(report, "compile baseline"):
             baseline = builder.baseline()
         self._say("baseline compiled")
-        if context.grad:
-            report.source = "skipped"
-            why = {p.name: registry.inapplicable(p, context) or "gradients are on" for p in self.passes}
-            report.out_of_reach = [f"{name}: {reason}" for name, reason in why.items()]
-            report.messages.append("gradients are on, so Inductor's code is kept; run under torch.no_grad() to tune")
-            baseline.compiled.scope.adopt()
-            return baseline.fn
-
         mutated = baseline.compiled.mutated or frozenset()
+        if why := self._untrained(mutated):
+            report.source = "skipped"
+            report.messages.append(f"{why}: Inductor's code is kept")
+            return self._inductors_own()
+
         self._share(mutated)
+        self._with_backward(baseline)
         with phase(report, "measure baseline"):
             profile = self._profile(baseline)
         report.profile = profile
@@ -295,13 +309,17 @@ class Tuner:
         self._say(f"measured: kernels {profile.kernel_ns / 1e3:.0f} us, wall {profile.wall_ns / 1e3:.0f} us a call")
         context = self._context(
             report.labels,
-            origins={name: info.pre_grad for name, info in self._provenance.nodes.items()},
+            origins=self._origins(),
             mutated=mutated,
         )
         builder = replace(builder, context=context)
         callers_own = self._timed_baseline(baseline)
         timed_baseline = self._steady(callers_own)
-        classes = layers.find(self._provenance).node_class
+        classes: dict[str, str] = {}
+        for number, provenance in enumerate(self._provenances):
+            found_classes = layers.find(provenance).node_class
+            # What the backward computes anew has the name that it has in the forward, and its class.
+            classes = {name: f"backward {of}" if number else of for name, of in found_classes.items()} | classes
         proposals = Proposals(self.passes, self.options, report, context, classes)
         best: Trial | None = None
         if first := proposals.answering(context.labels):
@@ -320,27 +338,32 @@ class Tuner:
         report.output_copies = getattr(best.build.fn if best is not None else None, "output_copies", None)
         if best is None and self._wants_graphs():
             kept = replace(baseline, fn=callers_own)
-        kept.compiled.scope.adopt()
         self._write_plan(best)
+        if best is None and self.wanted:
+            return self._inductors_own()
+        kept.compiled.scope.adopt()
         return kept.fn
 
     def _share(self, mutated: frozenset[int]) -> None:
         """Parameters and buffers are shared by every measured call, except those that a call would change."""
         self._held, self._mutated = self.static - mutated, mutated
+        self._arguments = self.real  # of a measured call
         self._before = verify.clone_inputs(self.real, self._held) if mutated else []
 
     def _find_floor(self, baseline: Build, ceilings: Ceilings) -> None:
-        report, graph = self.report, baseline.compiled.post_grad
-        if graph is None:
-            return
+        report, backward = self.report, baseline.compiled.backward
+        graphs = [baseline.compiled.post_grad, backward.post_grad if backward is not None else None]
         try:
-            found = floor.floor(graph.graph, ceilings, self.budget)
+            found = [floor.floor(graph.graph, ceilings, self.budget) for graph in graphs if graph is not None]
         except Exception as error:  # a number for the reader, which no decision rests on
             if self.options.on_error == "raise":
                 raise
             report.messages.append(f"no floor: its model fails on this graph: {type(error).__name__}: {error}")
         else:
-            report.floor_ns, report.floor_flops, report.floor_bytes = found.ns, found.flops, found.bytes
+            if found:
+                report.floor_ns, report.floor_flops, report.floor_bytes = (
+                    sum(getattr(one, name) for one in found) for name in ("ns", "flops", "bytes")
+                )
 
     def _profile(self, build: Build) -> Profile:
         """Measured before any CUDA graph is captured, on copies of the inputs, with the random state put back."""
@@ -350,11 +373,11 @@ class Tuner:
                 self.gm, self.inputs, patches=self._measured_patches(), capture=True, caches=False, keep_guards=True
             )
 
-        profile, self._provenance = profile_build(
+        profile, self._provenances = profile_build(
             build,
             again,
             self._steady,
-            verify.clone_inputs(self.real, self._held),
+            verify.clone_inputs(self._arguments, self._held),
             device=self.device,
             options=self.options,
             store=self.store.root / "provenance",
@@ -365,16 +388,44 @@ class Tuner:
     def _steady(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` with the inputs that it writes to put back before each call, so that every measured call does the same.
 
-        A counter that indexes a cache would otherwise run past its end.
+        A counter that indexes a cache would otherwise run past its end. Of a graph with gradients a call is forward and
+        backward.
         """
+        call = self._call(fn)
         if not self._mutated:
-            return fn
+            return call
 
         def restored(*args: Any) -> Any:
             self._put_back(args)
-            return fn(*args)
+            return call(*args)
 
         return restored
+
+    def _call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn if self._gradients is None else self._gradients.of(fn)
+
+    def _untrained(self, mutated: frozenset[int]) -> str:
+        """Why a graph with gradients is left as it is, "" for any other."""
+        if not self.wanted:
+            return ""
+        return training.refusal(self.real, mutated, self._wants_graphs())
+
+    def _with_backward(self, baseline: Build) -> None:
+        """From now on a measured call of a graph with gradients runs its backward, from fixed cotangents."""
+        if not self.wanted:
+            return
+        with phase(self.report, "draw cotangents"), self._running(), torch.enable_grad():
+            outputs = list(baseline.fn(*verify.clone_inputs(self.real, self._held)))
+            leading = training.differentiable(outputs)
+            drawn = training.cotangents([outputs[position] for position in leading])
+        self._gradients = Gradients(self.wanted, leading, len(self.inputs))
+        self._arguments = [*self.real, *drawn]
+        self.report.messages.append(f"a call is forward and backward: {self._gradients.describe()}")
+
+    def _origins(self) -> dict[str, tuple[str, ...]]:
+        """By post-grad node, forward's before the backward's, the pre-grad nodes that it comes from."""
+        known = [p.nodes for p in reversed(self._provenances)]
+        return {name: info.pre_grad for nodes in known for name, info in nodes.items()}
 
     def _put_back(self, args: Sequence[Any]) -> None:
         """Give the inputs that the graph writes to the values that they had before anything was measured."""
@@ -470,13 +521,14 @@ class Tuner:
             self._steady,
             self._running,
             self._say,
+            gradients=self._gradients,
         )
 
     def _input_sets(self) -> list[list[Any]]:
         """The caller's inputs and fresh ones like them; all copies, for a graph may write to them."""
         # An index must stay in its table: integers are only moved around where any of them may stand anywhere.
         kept = self._held | dynamo.fixed_integers(self.gm, self.real)
-        sets = [verify.clone_inputs(self.real, self._held) for _ in range(self.options.verify_inputs + 1)]
+        sets = [verify.clone_inputs(self._arguments, self._held) for _ in range(self.options.verify_inputs + 1)]
         self._sets = [sets[0], *(verify.fresh_inputs(own, kept, seed) for seed, own in enumerate(sets[1:], 1))]
         return self._sets
 
@@ -530,8 +582,7 @@ class Tuner:
             dynamic=dynamo.symbolic(self.inputs, self.gm),
             session=self.session,
             cache=self.store.root / "measured",
-            grad=torch.is_grad_enabled()
-            and any(isinstance(value, torch.Tensor) and value.requires_grad for value in self.inputs),
+            grad=bool(self.wanted),
         )
 
     # -- remembering ----------------------------------------------------------------------------------------------
@@ -559,7 +610,7 @@ class Tuner:
             verdict=to_plain(report.verdict),
             paired=to_plain(report.ratio),
             labels=[label.to_json() for label in report.labels],
-            origins={name: list(info.pre_grad) for name, info in self._provenance.nodes.items()},
+            origins={name: list(pre_grad) for name, pre_grad in self._origins().items()},
             mutated=sorted(self._mutated),
             profile={
                 "kernel_ns": profile.kernel_ns,

@@ -13,13 +13,16 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxopt.reference import Float64Mode, Reference, clone_inputs, extent, reference, storage_groups
+
+if TYPE_CHECKING:
+    from fxopt.training import Gradients
 
 __all__ = [
     "Budget",
@@ -308,13 +311,16 @@ def verify(
     budget: Budget,
     *,
     logits: bool | None = None,
+    gradients: Gradients | None = None,
 ) -> Verdict:
     """Compare ``candidate`` and ``baseline`` (called with the flat inputs, returning a tuple or list) on
     every set of inputs.
 
     gm: the captured graph of torch functions, run in fp64 as the reference. static: numbers of the inputs
     that are parameters; they are shared between runs, copied only where the graph writes them, and restored
-    if the candidate does. logits: True checks top-1 agreement, False does not, None decides by shape
+    if the candidate does. gradients: both also take the cotangents, and return the gradients
+    (``fxopt.training.Gradients.of``), which are judged as outputs are, but for strides and aliasing, which
+    nobody sees of them. logits: True checks top-1 agreement, False does not, None decides by shape
     (LOGITS_WIDTH). Every run gets fresh copies of the inputs and the same random seed; the caller's
     generators are left alone. A candidate that raises fails; errors of the baseline or the graph propagate.
     ValueError without input sets.
@@ -323,7 +329,7 @@ def verify(
         raise ValueError("verify needs at least one set of inputs")
     tally = _Tally(budget)
     for number, inputs in enumerate(input_sets):
-        _check_set(tally, number, candidate, baseline, gm, inputs, set(static), logits)
+        _check_set(tally, number, candidate, baseline, gm, inputs, set(static), logits, gradients)
         tally.verdict = replace(tally.verdict, checked=number + 1)
         if tally.failures:
             reason = f"input set {number}: " + "; ".join(tally.failures[:5])
@@ -342,10 +348,11 @@ def _check_set(
     inputs: Sequence[Any],
     static: set[int],
     logits: bool | None,
+    gradients: Gradients | None,
 ) -> None:
     devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
     with _seeded(devices, seed):
-        truth = reference(gm, inputs)
+        truth = reference(gm, inputs, gradients)
     shared = static - truth.mutated
     right = _observe(baseline, inputs, shared, devices, seed)
     try:
@@ -369,14 +376,18 @@ def _check_set(
         return
     if len(true_outputs) != len(right.outputs):
         raise ValueError(f"the graph returns {len(true_outputs)} outputs, the baseline {len(right.outputs)}")
-    logit_outputs = _logit_outputs(right.outputs, logits)
+    taken = gradients.inputs if gradients is not None else ()
+    count = len(right.outputs) - len(taken)  # gradients come after the outputs
+    logit_outputs = _logit_outputs(right.outputs[:count], logits)
     for index, true in enumerate(true_outputs):
-        difference = _difference_of_form(index, tried, right)
+        is_gradient = index >= count
+        name = f"gradient of input {taken[index - count]}" if is_gradient else f"output {index}"
+        difference = _difference_of_form(index, tried, right, is_gradient)
         if difference:
-            tally.failures.append(f"output {index}: {difference}")
+            tally.failures.append(f"{name}: {difference}")
         elif isinstance(right.outputs[index], torch.Tensor):
             true = None if truth.random else true
-            limit = _check_values(tally, f"output {index}", true, right.outputs[index], tried.outputs[index])
+            limit = _check_values(tally, name, true, right.outputs[index], tried.outputs[index], is_gradient)
             if index in logit_outputs:
                 true = right.outputs[index] if true is None else true
                 _check_top1(tally, index, true, right.outputs[index], tried.outputs[index], limit)
@@ -430,7 +441,7 @@ def _significant_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
 
 
-def _difference_of_form(index: int, tried: _Observed, right: _Observed) -> str:
+def _difference_of_form(index: int, tried: _Observed, right: _Observed, is_gradient: bool = False) -> str:
     new, old = tried.outputs[index], right.outputs[index]
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         both = isinstance(new, torch.Tensor) == isinstance(old, torch.Tensor)
@@ -442,6 +453,8 @@ def _difference_of_form(index: int, tried: _Observed, right: _Observed) -> str:
     for name in ("shape", "dtype", "device", "layout"):
         if getattr(new, name) != getattr(old, name):
             return f"{name} {_spelt(getattr(new, name))}, baseline {_spelt(getattr(old, name))}"
+    if is_gradient:
+        return ""
     if tried.strides[index] != right.strides[index]:
         return (
             f"strides {tried.strides[index]}, baseline {right.strides[index]} (of dimensions longer than 1)"
@@ -494,7 +507,9 @@ class _Errors:
     misplaced: int  # elements whose NaN or Inf is not the baseline's
 
 
-def _check_values(tally: _Tally, name: str, true: Any, right: torch.Tensor, tried: torch.Tensor) -> float:
+def _check_values(
+    tally: _Tally, name: str, true: Any, right: torch.Tensor, tried: torch.Tensor, is_gradient: bool = False
+) -> float:
     """Record and judge the values of one tensor; returns the relative limit that was applied. ``true`` is
     None where no reference exists."""
     if not (right.is_floating_point() or right.is_complex()):
@@ -509,6 +524,8 @@ def _check_values(tally: _Tally, name: str, true: Any, right: torch.Tensor, trie
     floor = FP64_FLOOR if right.dtype in (torch.float64, torch.complex128) else FP32_FLOOR
     usable = isinstance(true, torch.Tensor) and true.shape == right.shape
     errors = _compare(true, right, tried) if usable else None
+    if errors is not None and is_gradient and errors.baseline * PARTED >= 1:
+        return _check_cancelled(tally, name, errors, torch.finfo(right.dtype).eps / 2)
     if errors is None or not errors.baseline <= PARTED:
         # Nothing in fp64 to hold on to: the baseline's own error is taken at the roundoff of its dtype.
         if errors is not None:
@@ -532,6 +549,20 @@ def _check_values(tally: _Tally, name: str, true: Any, right: torch.Tensor, trie
         tally.failures.append(
             f"{name}: an element is off by {errors.candidate_abs:.3g}, limit {spike:.3g}, "
             f"baseline {errors.baseline_abs:.3g}"
+        )
+    return limit
+
+
+def _check_cancelled(tally: _Tally, name: str, errors: _Errors, roundoff: float) -> float:
+    """A gradient that is 0 but for rounding (of a bias before a batch normalisation, of the keys' bias in attention):
+    what the baseline gives is its own roundoff, which the candidate's may exceed by as much as its class's does.
+    """
+    limit = errors.baseline * max(tally.budget.multiple, tally.budget.limit(0.0, roundoff) / roundoff)
+    tally.notes.append(f"{name}: it cancels, and holds rounding errors alone")
+    if errors.misplaced or not errors.candidate <= limit:
+        tally.failures.append(
+            f"{name}: it cancels, and is {errors.candidate / errors.baseline:.3g} times as far from that as the "
+            f"baseline's, over the limit of {limit / errors.baseline:.3g}"
         )
     return limit
 

@@ -38,13 +38,24 @@ def dtype_of(node: Any) -> torch.dtype | None:
 
 def narrow(graph: fx.Graph, value: Any) -> fx.Node:
     """`value` in bf16: its bf16 origin seen through the same views where there is one, else a cast (one a value)."""
-    through = _origin(graph, value)
-    if through is not None:
-        return through
+    for found in (_origin(graph, value), _narrowed(graph, value)):
+        if found is not None:
+            return found
+    return graph.call_function(CAST, (value, torch.bfloat16))
+
+
+def _narrowed(graph: fx.Graph, value: Any) -> fx.Node | None:
+    """The cast that is there already, of `value` or of what it is a view of: a gradient is transposed for one of the
+    two products that read it, and a weight for the backward.
+    """
     for user in value.users:
         if _is_narrowing(user) and _comes_before(user, graph):
             return user
-    return graph.call_function(CAST, (value, torch.bfloat16))
+    if value.target in VIEWS and isinstance(value.args[0], fx.Node):
+        source = _narrowed(graph, value.args[0])
+        if source is not None:
+            return graph.call_function(value.target, (source, *value.args[1:]), value.kwargs)
+    return None
 
 
 def narrow_mask(graph: fx.Graph, value: Any) -> fx.Node:

@@ -45,6 +45,7 @@ class Bf16Graph(ConfigPass):
         "split_precision_attention",
         "split_precision_conv",
         "tf32_matmul",
+        "rnn_redispatch",
     )
 
     def applicable(self, context: PassContext) -> str:

@@ -38,10 +38,9 @@ class ChannelsLast(GraphPass):
     stage: ClassVar[Stage] = Stage.JOINT
     precision: ClassVar[Precision] = Precision.FP32
     after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    gradients: ClassVar[bool] = True
 
     def applicable(self, context: PassContext) -> str:
-        if context.grad:
-            return "gradients are on: this pass rewrites inference graphs only"
         if context.dynamic:
             return "sizes are symbolic: which order is faster depends on them"
         return ""
@@ -56,7 +55,7 @@ class ChannelsLast(GraphPass):
             x, w = (operand.meta.get("val") for operand in node.args[:2])
             out = node.meta.get("val")
             if covered is None:
-                covered = inductor.lays_out(graph)
+                covered = inductor.lays_out(graph, is_inference=not context.grad)
             if not context.answers(node, self.answers):
                 yield Candidate(node.name, "not labelled with what a layout could change")
             elif not all(isinstance(v, torch.Tensor) and v.layout is torch.strided for v in (x, w, out)):

@@ -89,6 +89,7 @@ class InductorOptions(ConfigPass):
     stage: ClassVar[Stage] = Stage.CONFIG
     precision: ClassVar[Precision] = Precision.FP32
     last: ClassVar[bool] = True
+    gradients: ClassVar[bool] = True
 
     #: names of options, joined by +
     choose: str = "coordinate_descent_tuning"
@@ -103,11 +104,6 @@ class InductorOptions(ConfigPass):
         both = [name for name in ("coordinate_descent_tuning", "max_autotune_gemm") if name in offered]
         names = [*offered, *(["+".join(both)] if len(both) == 2 else [])]
         return [type(self)(name) for name in names] or (self,)
-
-    def applicable(self, context: PassContext) -> str:
-        if context.grad:
-            return "gradients are on: the backward is compiled later, where nothing is measured"
-        return ""
 
     def candidates(
         self, gm: fx.GraphModule, inputs: Sequence[Any], context: PassContext
@@ -128,9 +124,9 @@ class InductorOptions(ConfigPass):
         return Configuration(patches=patches)
 
     def took_effect(self, compiled: Any, accepted: Sequence[int], context: PassContext) -> int:
-        if compiled.graph is None:  # there was nothing to generate
-            return 0
-        return sum(choice.count(compiled.graph.source_code) for choice in self._choices(accepted))
+        graphs = [compiled.graph, compiled.backward.graph if compiled.backward is not None else None]
+        code = [graph.source_code for graph in graphs if graph is not None]  # else there was nothing to generate
+        return sum(choice.count(text) for choice in self._choices(accepted) for text in code)
 
     def _choices(self, accepted: Sequence[int]) -> list[Choice]:
         names = self.choose.split("+")

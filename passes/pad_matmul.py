@@ -62,6 +62,7 @@ class PadMatmul(GraphPass):
     stage: ClassVar[Stage] = Stage.POST_GRAD
     precision: ClassVar[Precision] = Precision.FP32
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    gradients: ClassVar[bool] = True
 
     #: least size of K and N that is padded; below it the padding costs more than it saves
     least: int = 64

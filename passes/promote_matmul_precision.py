@@ -14,6 +14,9 @@ before                                   after
 
 The last line is for results as wide as K or wider, of which fp32 is then written once and never read.
 
+With gradients, the products of the backward are promoted as those of the forward are, and activations that only
+products read are kept for it in bf16. A gradient that is a product itself is the fp32 accumulator on CUDA.
+
 Refuses products that are not fp32, and anything but precision "bf16" (or a numeric error budget).
 """
 
@@ -43,6 +46,10 @@ OPERANDS: dict[Any, tuple[int, ...]] = {
     aten.convolution.default: (0, 1, 2),
     aten._scaled_dot_product_efficient_attention.default: (0, 1, 2, 3),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
+    # the gradients of those that are not products themselves
+    aten.convolution_backward.default: (0, 1, 2),
+    aten._scaled_dot_product_efficient_attention_backward.default: (0, 1, 2, 3, 4, 5),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2, 3, 4),
 }
 #: positions of outputs that stay fp32 by the operator's own contract (log-sum-exp of the softmax)
 _FP32_OUTPUTS: dict[Any, set[int]] = {
@@ -54,6 +61,7 @@ _MASK: dict[Any, int] = {
     aten.baddbmm.default: 0,
     aten.addmm.default: 0,
     aten._scaled_dot_product_efficient_attention.default: 3,
+    aten._scaled_dot_product_efficient_attention_backward.default: 4,
 }
 _EFFICIENT_ATTENTION: Any = aten._scaled_dot_product_efficient_attention.default
 _FUSED_ATTENTION: set[Any] = {
@@ -80,6 +88,7 @@ class PromoteMatmulPrecision(GraphPass):
     stage: ClassVar[Stage] = Stage.JOINT
     precision: ClassVar[Precision] = Precision.BF16
     after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    gradients: ClassVar[bool] = True
     conflicts: ClassVar[tuple[str, ...]] = (
         "split_precision_gemm",
         "split_precision_attention",
@@ -98,8 +107,6 @@ class PromoteMatmulPrecision(GraphPass):
             return f"{context.device} has no bf16 matrix units"
         if context.budget.max_rel_l2 is not None and context.budget.max_rel_l2 < 1e-3:
             return "bf16 products are off by more than the error asked for"
-        if context.grad:
-            return "gradients are on: this pass rewrites inference graphs only"
         return ""
 
     def candidates(self, graph: fx.Graph, context: PassContext) -> Iterable[Candidate]:

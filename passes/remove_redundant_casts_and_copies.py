@@ -88,6 +88,7 @@ class RemoveRedundantCastsAndCopies(GraphPass):
     )
     stage: ClassVar[Stage] = Stage.POST_GRAD
     precision: ClassVar[Precision] = Precision.FP32
+    gradients: ClassVar[bool] = True
 
     def candidates(self, graph: fx.Graph, context: PassContext) -> Iterable[Candidate]:
         first = _first_of_each(graph)

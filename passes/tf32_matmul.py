@@ -37,6 +37,7 @@ PRODUCTS: dict[Any, str] = {
     aten.bmm.default: "matmul",
     aten.baddbmm.default: "matmul",
     aten.convolution.default: "conv",
+    aten.convolution_backward.default: "conv",
     aten._cudnn_rnn.default: "rnn",
 }
 
@@ -56,18 +57,19 @@ class Tf32Matmul(RuntimePass):
     precision: ClassVar[Precision] = Precision.TF32
     before: ClassVar[tuple[str, ...]] = ("cuda_graphs",)
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    gradients: ClassVar[bool] = True
 
     def applicable(self, context: PassContext) -> str:
         if "tf32" not in context.matrix_units:
             return f"{context.device} has no TF32 matrix units"
         if context.budget.max_rel_l2 is not None and context.budget.max_rel_l2 < 1e-4:
             return "TF32 products are off by more than the error asked for"
-        if context.grad:
-            return "gradients are on: the backward pass runs where the settings are back"
         return ""
 
     def refuse(self, compiled: Any, inputs: Sequence[Any], context: PassContext) -> str:
         kinds = _kinds_of_products(compiled.post_grad)
+        if compiled.backward is not None:
+            kinds |= _kinds_of_products(compiled.backward.post_grad)
         if not kinds:
             return "no fp32 product is left for cuBLAS or cuDNN"
         if _allowed(kinds):
@@ -83,6 +85,9 @@ class Tf32Matmul(RuntimePass):
     def wrap(
         self, fn: Callable[..., Any], inputs: Sequence[Any], compiled: Any, context: PassContext
     ) -> Callable[..., Any]:
+        return self.wrap_backward(fn)
+
+    def wrap_backward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             with tf32():
                 return fn(*args)
@@ -102,8 +107,8 @@ def _kinds_of_products(post_grad: fx.GraphModule | None) -> set[str]:
     for module in post_grad.modules():  # the branches of a condition are modules inside
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             value = node.meta.get("val")
-            first = value[0] if isinstance(value, (tuple, list)) else value
-            if node.target in PRODUCTS and isinstance(first, torch.Tensor) and first.dtype == torch.float32:
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            if node.target in PRODUCTS and any(getattr(v, "dtype", None) == torch.float32 for v in values):
                 found.add(PRODUCTS[node.target])
     return found
 

@@ -341,6 +341,16 @@ def isolated(*, keep_guards: bool) -> Iterator[CompileScope]:
             )
 
 
+def nothing_donated() -> None:
+    """Say of what was just compiled, where it does not say, that its backward overwrites no activation: else autograd
+    refuses to run it with `retain_graph=True`, whatever was asked for when it was compiled.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", []) is None:
+        metadata.bw_donated_idxs = []
+
+
 def random_operations(gm: fx.GraphModule) -> list[str]:
     """Names of the graph's nodes that draw random numbers, as far as their target says so."""
     found = []

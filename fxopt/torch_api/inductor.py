@@ -6,10 +6,12 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +33,7 @@ SLOTS = {"joint": "joint_custom_pre_pass", "post_grad": "post_grad_custom_pre_pa
 
 __all__ = [
     "SLOTS",
+    "Backward",
     "Compiled",
     "CustomGraphPass",
     "InferenceAwareGraphPass",
@@ -54,6 +57,20 @@ InferenceAwareGraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareG
 
 
 @dataclass
+class Backward:
+    """The backward of a graph with gradients: Inductor's CompiledFxGraph (None where there was nothing to compile), and
+    the graph that it lowered."""
+
+    graph: Any
+    post_grad: fx.GraphModule
+
+    def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `around` around the compiled backward, which autograd calls, on whatever thread."""
+        if self.graph is not None:
+            self.graph.current_callable = around(self.graph.current_callable)
+
+
+@dataclass
 class Compiled:
     """The result of one compilation.
 
@@ -65,6 +82,7 @@ class Compiled:
     new_guards: shape guards that this compilation added (a dynamic size that it specialised).
     mutated: positions, in `fn`'s own argument order, of the inputs that it writes to; None where AOTAutograd's cache
         served the code and did not say (never with `capture`).
+    backward: of a graph with gradients, with `capture`; None elsewhere. `fn` then gives outputs that lead to it.
     """
 
     fn: Callable[..., Any]
@@ -78,6 +96,7 @@ class Compiled:
     scope: dynamo.CompileScope
     placeholders: int | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    backward: Backward | None = None
 
     def flat(self, inputs: Sequence[Any] = (), check_contents: bool = True) -> Callable[..., Any]:
         """A callable over all of Dynamo's inputs, which is `fn` itself wherever nothing was frozen.
@@ -140,12 +159,12 @@ def lowers(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "_inductor_lowering_function")
 
 
-def lays_out(graph: fx.Graph) -> bool:
-    """Whether Inductor, as it is configured, will put this inference graph's convolutions in channels-last order."""
+def lays_out(graph: fx.Graph, is_inference: bool = True) -> bool:
+    """Whether Inductor, as it is configured, will put this graph's convolutions in channels-last order."""
     from torch._inductor.graph import GraphLowering
 
     looked_at: Any = SimpleNamespace(graph=graph)  # all that the decision looks at
-    return bool(GraphLowering.decide_layout_opt(looked_at, is_inference=True))
+    return bool(GraphLowering.decide_layout_opt(looked_at, is_inference=is_inference))
 
 
 def custom_passes(installed: Any) -> tuple[Any, ...]:
@@ -210,10 +229,15 @@ class _Capture:
     def __init__(self) -> None:
         self.graph: Any = None
         self.post_grad: fx.GraphModule | None = None
+        self.backward: Backward | None = None
         self.calls = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         output = compile_fx_inner(gm, example_inputs, **kwargs)
+        _let_go_with(output)
+        if kwargs.get("is_backward"):
+            self.backward = Backward(_with_source(output), gm)
+            return output
         self.calls += 1
         if self.calls == 1:
             self.graph, self.post_grad = output, gm
@@ -223,13 +247,15 @@ class _Capture:
 @contextlib.contextmanager
 def _autograd(*, cache: bool, whole: bool) -> Iterator[None]:
     """AOTAutograd with or without its cache. whole: a backward is compiled at once, and not when it is first run, where
-    nobody is left who could fall back.
+    nobody is left who could fall back. It then does not know yet whether the graph is retained, so that activations
+    must not be overwritten ("donated").
     """
     with contextlib.ExitStack() as stack:
         if not cache:
             stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         if whole and torch.is_grad_enabled():  # an option that changes the cache's key
-            stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+            options = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
+            stack.enter_context(functorch_config.patch(options))
         yield
 
 
@@ -251,7 +277,7 @@ def compile_graph(
     slots: custom passes by stage; they must already chain what a user has installed (see `installed_pass`).
     freeze: positions of the inputs to hold constant, folded by Inductor's freezing (inference only).
     compute: types by position that fp32 inputs are cast to; fp32 outputs stay fp32.
-    capture: ask for `graph` and `post_grad`; AOTAutograd's cache is passed by if it would hide them.
+    capture: ask for `graph` and `post_grad`, and `backward`; AOTAutograd's cache is passed by if it would hide them.
     caches: False compiles afresh whatever the caches hold.
     keep_guards: leave the shape guards that compiling adds (for the code that will be kept).
 
@@ -277,9 +303,10 @@ def compile_graph(
             kept = dynamo.freeze_inputs(copied, inputs, freeze)
             arguments = [inputs[index] for index in kept]
         seen = _Capture()
-        autograd = _autograd(cache=autograd_cache, whole=bool(slots))
+        autograd = _autograd(cache=autograd_cache, whole=bool(slots) or capture)
         with dynamo.isolated(keep_guards=keep_guards) as scope, autograd:
             fn: Any = compile_fx(copied, arguments, inner_compile=seen, config_patches=options)
+            dynamo.nothing_donated()
         return fn, kept, seen, scope
 
     fn, kept, seen, scope = attempt(autograd_cache=caches)
@@ -287,7 +314,7 @@ def compile_graph(
         # AOTAutograd's cache served the code without asking Inductor; the graph is needed, so ask again.
         fn, kept, seen, scope = attempt(autograd_cache=False)
 
-    graph = seen.graph if hasattr(seen.graph, "source_code") else None
+    graph, backward = _with_source(seen.graph), seen.backward
     offset = len(inputs) - len(kept) if kept is not None else 0
     return Compiled(
         fn=fn,
@@ -305,8 +332,17 @@ def compile_graph(
         frozen=frozenset(range(len(inputs))) - frozenset(kept) if kept is not None else frozenset(),
         scope=scope,
         placeholders=_count_placeholders(seen.post_grad),
-        constants=_constants(graph),
+        constants={
+            **_constants(graph),
+            **{f"backward {name}": held for name, held in _constants(backward.graph if backward else None).items()},
+        },
+        backward=backward,
     )
+
+
+def _with_source(output: Any) -> Any:
+    """What Inductor made of a graph; None where there was nothing to compile."""
+    return output if hasattr(output, "source_code") else None
 
 
 def _constants(graph: Any) -> dict[str, torch.Tensor]:
@@ -323,6 +359,27 @@ def _constants(graph: Any) -> dict[str, torch.Tensor]:
             if isinstance(getattr(module, name, None), torch.Tensor):
                 found[name] = getattr(module, name)
     return found
+
+
+def _let_go_with(output: Any) -> None:
+    """Inductor lists all modules that it generated, and sys.modules does: weights that were folded into a candidate
+    would stay for good. A module that holds any is taken from both when the code that runs it is gone.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    key = getattr(output, "cache_key", None)
+    shared = PyCodeCache.modules_no_attr.values()  # of equal code that holds nothing
+    for module in PyCodeCache.modules[-1:]:
+        if key is not None and getattr(module, "key", None) == key and not any(module is other for other in shared):
+            weakref.finalize(output, _let_go, module).atexit = False
+
+
+def _let_go(module: ModuleType) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    PyCodeCache.modules[:] = [other for other in PyCodeCache.modules if other is not module]
+    if sys.modules.get(module.__name__) is module:
+        del sys.modules[module.__name__]
 
 
 def _count_placeholders(gm: fx.GraphModule | None) -> int | None:
