@@ -22,7 +22,7 @@ export PYTHON
 
 BIN := $(VENV)/bin
 DEMO_EXTRAS := case-studies
-TEST_EXTRAS := case-studies,test,dev
+TEST_EXTRAS := case-studies,test,browser,dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxopt.cli_output import CliError
+from fxopt.cli_output import CliError, taught
 
 if TYPE_CHECKING:
     import typer
@@ -31,8 +31,14 @@ def add_commands(app: typer.Typer) -> None:
 
     @app.command(
         "bisect",
-        help="Finds the first rewrite that makes a command fail. It fails if it exits with anything but 0; with 125 it "
-        "cannot tell.",
+        help=taught(
+            "Finds the first rewrite that makes a command fail. It fails if it exits with anything but 0; with 125 it "
+            "cannot tell.\n\nFor a model that is wrong or crashes with fxopt and not without. The command runs several "
+            "times: first to decide, then with fewer and fewer rewrites.",
+            "fxopt bisect -- python test_model.py",
+            then="FXOPT_DISABLE=PASS runs without the pass that it names; docs/troubleshooting.md has more.",
+        ),
+        short_help="The first rewrite that makes a command fail.",
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     )
     def bisect(

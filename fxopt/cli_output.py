@@ -13,6 +13,11 @@ class CliError(Exception):
     """What the user has to read instead of a result."""
 
 
+def taught(what: str, *examples: str, then: str) -> str:
+    """The help of a command: what it is for, examples, and what to read next."""
+    return "\n\n".join([what, *(f"Example: {example}" for example in examples), f"Next: {then}"])
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x' or 'y'?` of the known names nearest to `name`; "" where none is near."""
     near = difflib.get_close_matches(name, list(known), 3, 0.6)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fxopt.cli_output import CliError, did_you_mean, pairs, rows
+from fxopt.cli_output import CliError, did_you_mean, pairs, rows, taught
 
 if TYPE_CHECKING:
     import typer
@@ -28,10 +28,24 @@ SHOWN_SIGHTINGS = 10
 def commands(markup: Literal["rich"] | None) -> typer.Typer:
     import typer
 
-    app = typer.Typer(help="The rewrites that are registered.", no_args_is_help=True, rich_markup_mode=markup)
+    app = typer.Typer(
+        help=taught(
+            "The rewrites that are registered.",
+            "fxopt passes list",
+            "fxopt passes show freeze_weights",
+            "fxopt passes new fuse_gelu",
+            then="docs/passes/README.md, and docs/authoring_a_pass.md for one of your own.",
+        ),
+        short_help="The rewrites that are registered.",
+        no_args_is_help=True,
+        rich_markup_mode=markup,
+    )
     as_json_option = typer.Option(False, "--json", help="Print JSON.")
 
-    @app.command("list", help="Every registered pass, one a line.")
+    @app.command(
+        "list",
+        help=taught("Every registered pass, one a line.", "fxopt passes list --json", then="fxopt passes show NAME"),
+    )
     def passes_list(as_json: bool = as_json_option) -> None:
         found = discovered()
         origins = distributions()
@@ -49,7 +63,14 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
         ]
         rows(listed, as_json, "no passes are registered")
 
-    @app.command("show", help="All of one pass. Options, order, documentation, and the results in this user's plans.")
+    @app.command(
+        "show",
+        help=taught(
+            "All of one pass. Options, order, documentation, and the results in this user's plans.",
+            "fxopt passes show freeze_weights",
+            then="the page that it names, with graphs before and after.",
+        ),
+    )
     def passes_show(
         name: str = typer.Argument(..., help="A pass's name.", metavar="NAME"),
         plan_dir: Path | None = typer.Option(
@@ -72,7 +93,12 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
             _print_pass(described, seen, results)
 
     @app.command(
-        "new", help="Writes a package of one new pass. Module, test, documentation, pyproject.toml; all of it works."
+        "new",
+        help=taught(
+            "Writes a package of one new pass. Module, test, documentation, pyproject.toml; all of it works.",
+            "fxopt passes new fuse_gelu --answers memory_bound",
+            then="docs/tutorial.md",
+        ),
     )
     def passes_new(
         name: str = typer.Argument(..., help="The pass's name, such as fuse_gelu.", metavar="NAME"),

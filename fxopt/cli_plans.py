@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fxopt.cli_output import CliError, pairs, rows
+from fxopt.cli_output import CliError, pairs, rows, taught
 
 if TYPE_CHECKING:
     import typer
@@ -20,7 +20,18 @@ _OWN = ("key", "created", "machines", "tuning_seconds")
 def commands(markup: Literal["rich"] | None) -> typer.Typer:
     import typer
 
-    plans = typer.Typer(help="The decisions that are kept on disk.", no_args_is_help=True, rich_markup_mode=markup)
+    plans = typer.Typer(
+        help=taught(
+            "The decisions that are kept on disk.\n\nA plan says which passes a graph runs with on this machine, and "
+            "why; with one, nothing is measured.",
+            "fxopt plans list",
+            "fxopt plans show 3f2a",
+            then="docs/plans.md, for what a plan's key covers.",
+        ),
+        short_help="The decisions that are kept on disk.",
+        no_args_is_help=True,
+        rich_markup_mode=markup,
+    )
     as_json_option = typer.Option(False, "--json", help="Print JSON.")
     plan_dir_option = typer.Option(
         None,
@@ -31,18 +42,28 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
     key_argument = typer.Argument(..., help="A plan's key, or the beginning of one.", metavar="KEY")
     other_argument = typer.Argument(..., help="The other plan's.", metavar="OTHER")
 
-    @plans.command("list", help="The plans, newest first.")
+    @plans.command("list", help=taught("The plans, newest first.", "fxopt plans list", then="fxopt plans show KEY"))
     def plans_list(plan_dir: Path | None = plan_dir_option, as_json: bool = as_json_option) -> None:
         store = _store(plan_dir)
         rows(_plans(store), as_json, f"no plans in {store.plans_dir}")
 
-    @plans.command("show", help="One plan, with its evidence.")
+    @plans.command(
+        "show",
+        help=taught(
+            "One plan, with its evidence.", "fxopt plans show 3f2a", then="fxopt report FILE, for the same to be read."
+        ),
+    )
     def plans_show(
         key: str = key_argument, plan_dir: Path | None = plan_dir_option, as_json: bool = as_json_option
     ) -> None:
         pairs(_load(_store(plan_dir), key).model_dump(), as_json)
 
-    @plans.command("diff", help="What two plans differ in: a line for each value.")
+    @plans.command(
+        "diff",
+        help=taught(
+            "What two plans differ in: a line for each value.", "fxopt plans diff 3f2a 90bc", then="docs/plans.md"
+        ),
+    )
     def plans_diff(
         key: str = key_argument,
         other: str = other_argument,
@@ -52,7 +73,12 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
         store = _store(plan_dir)
         rows(differences(_load(store, key), _load(store, other)), as_json, "the two plans say the same")
 
-    @plans.command("remove", help="Deletes one plan: the next tuning run measures again.")
+    @plans.command(
+        "remove",
+        help=taught(
+            "Deletes one plan: the next tuning run measures again.", "fxopt plans remove 3f2a", then="fxopt optimize"
+        ),
+    )
     def plans_remove(key: str = key_argument, plan_dir: Path | None = plan_dir_option) -> None:
         store = _store(plan_dir)
         full = _full_key(store, key)

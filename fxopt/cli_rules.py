@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxopt.cli_output import CliError, pairs, rows
+from fxopt.cli_output import CliError, pairs, rows, taught
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,16 @@ def add_commands(app: typer.Typer) -> None:
 
     as_json_option = typer.Option(False, "--json", help="Print JSON.")
 
-    @app.command("rules", help="The rules that give labels. Condition, thresholds, reason and reference of each.")
+    @app.command(
+        "rules",
+        help=taught(
+            "The rules that give labels. Condition, thresholds, reason and reference of each.\n\nA label "
+            "says what limits a kernel or a graph. A rule that lacks a metric does not fire, and the report says so.",
+            "fxopt rules --thresholds mine.toml",
+            then="docs/labels.md, with how often the labels are right.",
+        ),
+        short_help="The rules that give labels, with their thresholds.",
+    )
     def rules(
         thresholds: Path | None = typer.Option(
             None,
@@ -40,7 +49,16 @@ def add_commands(app: typer.Typer) -> None:
             print("\n" * (index > 0), end="")
             pairs({name: value for name, value in rule.items() if value}, False)
 
-    @app.command("ceilings", help="What this machine's device can reach. Measured once, and kept with the plans.")
+    @app.command(
+        "ceilings",
+        help=taught(
+            "What this machine's device can reach. Measured once, and kept with the plans.\n\nCopies and matrix "
+            "products of each type: the roofline that reports draw, and that labels are drawn against.",
+            "fxopt ceilings --measure",
+            then="fxopt rules, for what is made of them.",
+        ),
+        short_help="What this machine's device can reach, measured.",
+    )
     def ceilings(
         device: str | None = typer.Option(
             None, "--device", help="cpu or cuda; by default cuda where there is one.", metavar="DEVICE"

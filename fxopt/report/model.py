@@ -10,6 +10,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from fxopt.ablation import AblationRow
     from fxopt.distributed import Agreement
     from fxopt.labels import Label
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass
@@ -55,14 +57,19 @@ class CandidateReport:
     memory_bytes: int | None = None
     peak_bytes: int | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data, without the graphs before and after each pass: those are the report's."""
+        fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {**fields, "reports": [{**report, "change": ""} for report in fields["reports"]]}
+
 
 @dataclass
 class GraphReport:
     """The whole story of one graph.
 
     decision: "baseline" (Inductor's own code) or "candidate". source: "tuned" (measured now), "plan" (found on disk),
-    "apply" (no plan, and measuring not allowed), "skipped" (nothing that fxopt measures: gradients, another device),
-    "fallback" (something failed; `messages` says what).
+    "apply" (no plan, and measuring not allowed), "skipped" (nothing that fxopt measures: a graph that communicates,
+    another device), "fallback" (something failed; `messages` says what).
     frozen: weights are held constant in the kept code.
     ceilings: of the device, measured; labels were drawn against them.
     Times are nanoseconds per call, medians; ratio compares baseline and kept code in pairs (>1: kept is faster), and
@@ -112,9 +119,20 @@ class GraphReport:
         return self.baseline_kernel_ns / self.floor_ns, self.kept_kernel_ns / self.floor_ns
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON data: the fields, and the gap to the floor."""
-        fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        return {**fields, "gap_to_floor": to_plain(self.gap_to_floor)}
+        """Plain JSON data: the fields, and the gap to the floor. `changes` holds the graphs before and after each pass,
+        equal ones once; of candidates that were not kept, their first lines.
+        """
+        others = [f.name for f in dataclasses.fields(self) if f.name != "profile"]
+        fields = {name: to_plain(getattr(self, name)) for name in others}
+        # Plain already, and by far the largest part.
+        fields["profile"] = self.profile.to_json() if self.profile is not None else None
+        changes: dict[str, str] = {}
+        kept = [candidate.outcome == "kept" for candidate in self.candidates]
+        for i in sorted(range(len(kept)), key=lambda i: not kept[i]):
+            for held, report in zip(fields["candidates"][i]["reports"], self.candidates[i].reports, strict=True):
+                held["change"] = _stored(changes, report.change, kept[i])
+        texts = {key: text for text, key in changes.items()}
+        return {**fields, "changes": texts, "gap_to_floor": to_plain(self.gap_to_floor)}
 
     @property
     def passes(self) -> list[str]:
@@ -145,14 +163,90 @@ class Report:
     messages: list[str] = field(default_factory=list)
     eager_modules: list[EagerModule] = field(default_factory=list)
 
+    @property
+    def nodes(self) -> pd.DataFrame:
+        """`Profile.nodes` of every graph that was measured, with what limits each node (`axis`, `headroom_ns`,
+        `confidence`, `axes`) and the graph's number (`part`): `report.nodes.query("axis == 'memory_bound'")`.
+        """
+        from fxopt.report.notebook import nodes_of
+
+        return nodes_of(self)
+
+    def _repr_html_(self) -> str:
+        from fxopt.report.notebook import report_html
+
+        return report_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data. The profile appears as its own JSON form."""
         return {
             "schema_version": SCHEMA_VERSION,
             "messages": list(self.messages),
-            "graphs": [to_plain(graph) for graph in self.graphs],
+            "graphs": [graph.to_json() for graph in self.graphs],
             "eager_modules": to_plain(self.eager_modules),
         }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Report:
+        """The report that `to_json` wrote; a number that JSON could not hold is NaN, or None where that is allowed.
+
+        Raises ValueError, naming the place, for what is no report of this version.
+        """
+        from fxopt.report.restore import RestoreError, restore_fields
+
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise RestoreError(f"schema_version: expected {SCHEMA_VERSION}, got {version!r:.80}")
+        graphs = data.get("graphs")
+        held = [_with_changes(graph) for graph in graphs] if isinstance(graphs, list) else graphs
+        return restore_fields(cls, {**data, "graphs": held}, "", classes())
+
+
+TRIED_LINES = 60
+"""Lines that are written of what a pass changed in the graph of a candidate that was not kept."""
+
+
+def _stored(changes: dict[str, str], change: str, whole: bool) -> str:
+    """The key under which a change is in `changes`, where it is put unless it is there; "" for none."""
+    from fxopt.graph_text import shortened
+
+    if change and change not in changes and not whole:
+        change = shortened(change, TRIED_LINES)
+    return changes.setdefault(change, str(len(changes) + 1)) if change else ""
+
+
+def _with_changes(graph: Any) -> Any:
+    """A graph's data with the changes in place of their keys. What is not as written is for `restore` to refuse."""
+    if not isinstance(graph, dict):
+        return graph
+    changes, candidates = graph.get("changes"), graph.get("candidates")
+    if not (isinstance(changes, dict) and isinstance(candidates, list)):
+        return graph
+
+    def told(report: Any) -> Any:
+        key = report.get("change") if isinstance(report, dict) else None
+        return {**report, "change": changes.get(key, "")} if isinstance(key, str) else report
+
+    def of(candidate: Any) -> Any:
+        reports = candidate.get("reports") if isinstance(candidate, dict) else None
+        return {**candidate, "reports": list(map(told, reports))} if isinstance(reports, list) else candidate
+
+    return {**graph, "candidates": list(map(of, candidates))}
+
+
+def classes() -> dict[str, Any]:
+    """The classes that annotations above name, imported when a report is read."""
+    from fxopt.ablation import AblationRow
+    from fxopt.distributed import Agreement
+    from fxopt.labels import Label
+    from fxopt.measure import PairedResult
+    from fxopt.registry import PassReport
+    from fxopt.verify import Verdict
+    from profiler_core.profiles import Profile
+    from profiler_core.roofline import Ceilings
+
+    found = (AblationRow, Agreement, Label, PairedResult, PassReport, Verdict, Profile, Ceilings)
+    return {item.__name__: item for item in found}
 
 
 def to_plain(value: Any) -> Any:
@@ -209,11 +303,14 @@ def last_report() -> Report:
 
 @contextlib.contextmanager
 def phase(report: GraphReport, name: str) -> Any:
-    """Add the time of the enclosed block to `report.seconds[name]`."""
+    """Add the time of the enclosed block to `report.seconds[name]`; its errors are of that stage (`fxopt.stage`)."""
     import time
+
+    from fxopt.stage import stage
 
     started = time.perf_counter()
     try:
-        yield
+        with stage(name):
+            yield
     finally:
         report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -1,8 +1,6 @@
 """The report as text: fits 80 columns, reads the same without colour, in a pipe or on a terminal.
 
-Nothing here computes a result; every number comes from the report. Names of kernels, files and nodes are
-put into `rich.text.Text` objects, which never interpret markup, so that a name such as
-``extern_kernels[red]`` prints as it is.
+Nothing here computes a result; every number comes from the report.
 """
 
 from __future__ import annotations
@@ -12,17 +10,32 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from fxopt.report.printing import cells as _cells
+from fxopt.report.printing import heading as _heading
+from fxopt.report.printing import say as _say
+from fxopt.report.printing import shorten
+from fxopt.report.printing import table as _table
+
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
     from fxopt.ablation import AblationRow
+    from fxopt.labels import Label
+    from fxopt.report.diff import Diff
+    from fxopt.report.explain import Explanation
     from fxopt.report.model import CandidateReport, GraphReport, Report
+    from fxopt.report.subject import Part
+    from profiler_core.profiles import Profile
 
 TOP = 10
 """Rows shown of each ranking; the profile in the report holds all of them."""
 LABELS_PER_AXIS = 3
 """Labels shown in full for one axis: 48 GEMMs of 12 identical layers get 48 labels that say the same."""
+
+
+MOST_MISSING = 4
+"""Sentences about rules that could not be asked; where there are more, one says it for all."""
 
 
 def duration(ns: float | None) -> str:
@@ -55,17 +68,6 @@ def size(count: float) -> str:
     """A number of bytes in MiB or GiB."""
     mib = count / 2**20
     return f"{_three_digits(mib)} MiB" if mib < 1000 else f"{_three_digits(mib / 1024)} GiB"
-
-
-def shorten(text: str, width: int) -> str:
-    """Cut the middle out of a long name: kernels share their beginnings, and differ at the end."""
-    if len(text) <= width:
-        return text
-    if width <= 3:
-        return text[:width]
-    head = (width - 3 + 1) // 2
-    tail = width - 3 - head
-    return f"{text[:head]}...{text[len(text) - tail :] if tail else ''}"
 
 
 def place(file: str, line: int, width: int = 40) -> str:
@@ -103,6 +105,27 @@ def render(report: Report, console: Console) -> None:
         _say(console, f"Left to eager by Dynamo: {module.name} ({module.type}), {time}")
     for message in getattr(report, "messages", None) or ():
         _say(console, f"! {message}")
+
+
+def render_profile(profile: Profile, console: Console, labels: Sequence[Label] | None = None) -> None:
+    """Print a profile: where the time goes and what limits it, by `labels`, else by those that the rules give."""
+    from fxopt.report.terminal_profile import render_profile
+
+    render_profile(profile, console, labels)
+
+
+def render_diff(diff: Diff, console: Console) -> None:
+    """Print what changed between two reports or profiles (fxopt.report.diff.Diff)."""
+    from fxopt.report.terminal_diff import render_diff
+
+    render_diff(diff, console)
+
+
+def render_explanation(explanation: Explanation, console: Console) -> None:
+    """Print what is known of a node (fxopt.report.explain.Explanation)."""
+    from fxopt.report.terminal_explanation import render_explanation
+
+    render_explanation(explanation, console)
 
 
 def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None:
@@ -211,18 +234,24 @@ def _verdict(verdict: Any) -> str:
 # ---- where the time goes ----
 
 
-def _profile(profile: Any, console: Console) -> None:
+def _profile(profile: Any, console: Console, to: str = "FX nodes") -> None:
+    of_wall = "" if profile.wall_ns != profile.wall_ns else f" of {duration(profile.wall_ns)}"
     _heading(
         console,
-        f"Where the time goes: {100 * profile.attributed_share:.1f} % of kernel time attributed to FX nodes "
-        f"({duration(profile.kernel_ns)} of kernels in a call of {duration(profile.wall_ns)})",
+        f"Where the time goes: {100 * profile.attributed_share:.1f} % of kernel time attributed to {to} "
+        f"({duration(profile.kernel_ns)} of kernels in a call{of_wall})",
     )
+    groups = profile.groups().sort_values("time_ns", ascending=False)
+    if groups["graph"].map(_is_backward).any():
+        parts = groups.groupby(groups["graph"].map(_part))[["time_ns", "share"]].sum()
+        shares = sorted(zip(parts.index, parts["time_ns"], parts["share"], strict=True), reverse=True)
+        _say(console, "; ".join(f"{name} {duration(ns)}, {100 * share:.1f} %" for name, ns, share in shares), indent=2)
     # Both tables fill the width given, 80 columns at least: the middle column takes what the numbers leave.
     names = max(30, console.width - 46)
-    groups = profile.groups().sort_values("time_ns", ascending=False).head(TOP)
     table = _table("time", "share", "FX nodes of one kernel", "module", numbers=2)
-    for row in groups.to_dict("records"):
+    for row in groups.head(TOP).to_dict("records"):
         module = str(row["module_path"]) or place(str(row["file"]), int(row["line"]), 24)
+        module = f"backward of {module}" if _is_backward(row["graph"]) else module
         table.add_row(
             *_cells(
                 duration(row["time_ns"]),
@@ -248,14 +277,33 @@ def _profile(profile: Any, console: Console) -> None:
             _say(console, f"- {shorten(str(row['name']), 70)}", indent=4)
 
 
+def _is_backward(graph: Any) -> bool:
+    return "backward" in str(graph)
+
+
+def _part(graph: Any) -> str:
+    """What a graph of a profile with a backward is called."""
+    return "backward" if _is_backward(graph) else "forward"
+
+
 def by_source_line(nodes: pd.DataFrame) -> pd.DataFrame:
     """Time per call by source line: columns file, line, source, time_ns, share; largest first.
 
     `nodes` is `Profile.nodes`. A line that runs once a layer is one row here: the sum over the layers.
     """
+    from profiler_core.profiles import frame
+
     timed = nodes[nodes["time_ns"] > 0]
-    lines = timed.groupby(["file", "line", "source"], sort=False, as_index=False)[["time_ns", "share"]].sum()
-    return lines.sort_values("time_ns", ascending=False, kind="stable").reset_index(drop=True)
+    # Not by groupby: its index cannot hold every name (a lone surrogate).
+    sums: dict[tuple[str, int, str], list[float]] = {}
+    values = (timed[name].tolist() for name in ("file", "line", "source", "time_ns", "share"))
+    for file, line, source, time, share in zip(*values, strict=True):
+        held = sums.setdefault((file, line, source), [0.0, 0.0])
+        held[0] += time
+        held[1] += share
+    columns = {"file": "object", "line": "int64", "source": "object", "time_ns": "float64", "share": "float64"}
+    ranked = sorted(sums.items(), key=lambda item: -item[1][0])
+    return frame([dict(zip(columns, (*place, *held), strict=True)) for place, held in ranked], columns)
 
 
 def _node_names(nodes: Sequence[str], width: int) -> str:
@@ -263,7 +311,7 @@ def _node_names(nodes: Sequence[str], width: int) -> str:
     shown = ""
     for index, name in enumerate(nodes):
         rest = len(nodes) - index - 1
-        longer = f"{shown}, {name}" if shown else name
+        longer = f"{shown}, {name}" if shown else shorten(name, width)
         if shown and len(longer) + (len(f" +{rest}") if rest else 0) > width:
             return f"{shown} +{len(nodes) - index}"
         shown = longer
@@ -273,7 +321,7 @@ def _node_names(nodes: Sequence[str], width: int) -> str:
 # ---- labels ----
 
 
-def _labels(graph: GraphReport, console: Console) -> None:
+def _labels(graph: GraphReport | Part, console: Console) -> None:
     _heading(console, "What limits it")
     if graph.ceilings is not None:
         _say(console, _ceilings(graph.ceilings), indent=2)
@@ -288,14 +336,40 @@ def _labels(graph: GraphReport, console: Console) -> None:
         _say(console, f"{axis}: {where}, could save up to {duration(headroom)} a call.", indent=2)
         for label in labels[:LABELS_PER_AXIS]:
             name = "graph" if label.scope == "graph" else shorten(label.launch or _node_names(label.nodes, 44), 44)
+            name += " (backward)" if label.backward else ""
             _say(console, f"- {name}, {duration(label.headroom_ns)}, confidence {label.confidence}", indent=4)
             if label is labels[0]:
                 _say(console, label.why, indent=6)
-            _say(console, "; ".join(_evidence(evidence) for evidence in label.evidence), indent=6)
+            _say(console, "; ".join(evidence_text(evidence) for evidence in label.evidence), indent=6)
         if len(labels) > LABELS_PER_AXIS:
             _say(console, f"- and {len(labels) - LABELS_PER_AXIS} more", indent=4)
-    for line, count in Counter(graph.missing).items():
+    missing = Counter(graph.missing)
+    if len(missing) > MOST_MISSING:
+        missing = Counter(lacking(graph.missing))
+    for line, count in missing.items():
         _say(console, f"- {line}" + (f" ({count} times)" if count > 1 else ""), indent=2)
+
+
+def lacking(missing: Sequence[str]) -> list[str]:
+    """Which rules could not be asked, and what they lack together, in one sentence; and what is about no rule."""
+    lacked: dict[str, None] = {}
+    rules: dict[str, None] = {}
+    others = []
+    for line in missing:
+        rule, _, what = line.partition(" did not fire")
+        _, found, needs = what.partition(": lacks ")
+        if not found:
+            others.append(line)
+            continue
+        rules[rule.removeprefix("rule ")] = None
+        lacked.update(dict.fromkeys(needs.split(", ")))
+    if rules:
+        several = "s" if len(rules) > 1 else ""
+        others.append(
+            f"{len(rules)} rule{several} could not be asked of everything ({', '.join(rules)}), for want of "
+            f"{', '.join(lacked)}"
+        )
+    return others
 
 
 def _ceilings(ceilings: Any) -> str:
@@ -303,7 +377,7 @@ def _ceilings(ceilings: Any) -> str:
     return f"Measured ceilings of the device: copy {ceilings.copy_bytes_per_s / 1e9:.3g} GB/s; products {rates}."
 
 
-def _evidence(evidence: Any) -> str:
+def evidence_text(evidence: Any) -> str:
     text = f"{evidence.metric} = {_quantity(evidence.value, evidence.unit)}"
     if evidence.threshold is not None:
         text += f" (threshold {_quantity(evidence.threshold, evidence.unit)})"
@@ -378,39 +452,6 @@ def _refusals(refused: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]
     return sorted(by_reason.items(), key=lambda item: -len(item[1]))
 
 
-# ---- rich ----
-
-
 def _value(name: Any) -> str:
     """An enum member's value; anything else as it prints."""
     return str(getattr(name, "value", name))
-
-
-def _say(console: Console, text: str, style: str = "", indent: int = 0) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
-    console.print(Padding(Text(text, style=style), (0, 0, 0, indent), expand=False))
-
-
-def _heading(console: Console, text: str) -> None:
-    console.print()
-    _say(console, text, "bold")
-
-
-def _table(*columns: str, numbers: int) -> Any:
-    """A plain table whose first `numbers` columns are right-aligned numbers."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), show_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index < numbers else "left", no_wrap=True)
-    return table
-
-
-def _cells(*texts: str) -> list[Any]:
-    from rich.text import Text
-
-    return [Text(text) for text in texts]

@@ -144,3 +144,10 @@ def test_frozen_weights_are_cast_once_and_not_on_every_call(fresh_dynamo):
     products = [n for n in frozen.nodes if str(n.target) in ("aten.addmm.default", "mkldnn._linear_pointwise.default")]
     assert len(products) == 2
     assert {n.meta["val"].dtype for n in products} == {torch.bfloat16}
+
+
+def test_a_cast_is_shared_by_a_value_and_its_transpose():
+    """As in a backward, where a gradient is an operand of one product and, transposed, of the other."""
+    result = promoted(lambda d, w, x: (d @ w, d.t() @ x), torch.randn(6, 8), torch.randn(8, 4), torch.randn(6, 5))
+    casts = [n for n in result.module.graph.nodes if n.target is CAST and n.args[1] == torch.bfloat16]
+    assert sorted(n.args[0].op for n in casts) == ["placeholder"] * 3, str(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -119,3 +119,19 @@ def test_a_wrapping_pass_is_put_around_the_code_that_is_there(builder, monkeypat
     assert [r.name for r in wrapped.reports] == ["relu_to_clamp", "doubling"]
     assert wrapped.effective and not wrapped.errors
     assert [r.name for r in plain.reports] == ["relu_to_clamp"]
+
+
+def test_the_gpu_is_awake_before_the_first_call_of_code_that_a_trial_compiled(builder, monkeypatch):
+    """Inductor times its kernels' variants in that call, and keeps the fastest on disk."""
+    from fxopt import build as module
+
+    order = []
+    real = inductor.compile_graph
+    monkeypatch.setattr(inductor, "compile_graph", lambda *a, **k: (order.append("compiled"), real(*a, **k))[1])
+    monkeypatch.setattr(module, "_wake", lambda device: order.append(f"awake: {device}"))
+    with torch.no_grad():
+        builder.baseline()
+        builder.build([])
+        assert order == ["compiled", "awake: cpu"] * 2
+        replace(builder, record=False).build([])  # a plan's code: what its tuning kept is on disk
+    assert order[4:] == ["compiled"]

@@ -82,11 +82,10 @@ def test_every_option_is_one_that_this_torch_knows():
     assert {key for choice in CHOICES.values() for key in choice.patches} <= inductor.config_keys()
 
 
-def test_labels_that_nothing_answers_and_gradients_and_unknown_names_are_refused():
+def test_labels_that_nothing_answers_and_unknown_names_are_refused():
     assert refusals(InductorOptions("combo_kernels"), context(Axis.CAST_TRAFFIC)) == [
         ("combo_kernels", "no label that it could answer")
     ]
-    assert "gradients are on" in InductorOptions().applicable(context(grad=True))
     with pytest.raises(RegistryError, match="'max_autotune' is none of combo_kernels"):
         InductorOptions("max_autotune")
 
@@ -111,7 +110,8 @@ def code(*kernels: tuple[str, str]) -> Any:
     text = "# AOT ID\nasync_compile = AsyncCompile()\n"
     for number, (heuristics, meta) in enumerate(kernels):
         text += KERNEL.format(kind=heuristics[:3], name=number, heuristics=heuristics, meta=meta)
-    return SimpleNamespace(graph=SimpleNamespace(source_code=text + "\nasync_compile.wait(globals())\n"))
+    code = SimpleNamespace(source_code=text + "\nasync_compile.wait(globals())\n")
+    return SimpleNamespace(graph=code, backward=None)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,23 @@ def test_a_slower_candidate_is_not_faster():
     assert not result.faster and result.high < 1
 
 
+@pytest.mark.parametrize("fresh", [1, 2, 3])
+def test_a_candidate_that_is_faster_on_the_tuning_inputs_alone_is_not_faster(fresh):
+    machine = Machine()
+    source = random.Random(fresh)
+
+    def run_on(cost: Callable[[object], float]) -> Callable[..., None]:
+        def fn(values: object) -> None:
+            machine.now += round(cost(values) * MICROSECOND * source.uniform(0.98, 1.02))
+
+        return fn
+
+    baseline, special = run_on(lambda values: 60), run_on(lambda values: 20 if values == "tuning" else 60)
+    sets = [("tuning",), *((f"fresh {number}",) for number in range(fresh))]
+    assert not run(machine, baseline, special, sets=sets, noise=0.01).faster
+    assert run(machine, baseline, special, sets=sets[:1], noise=0.01).faster, "which is why there are fresh ones"
+
+
 def test_drift_that_slows_both_down_favours_neither():
     machine = Machine()
     # Both slow down with time: over the run, a block gets about three times slower.
@@ -256,6 +273,8 @@ class FakeMonitor:
             ["1782", "1980"],
         ),
         ({"samples": 7, "spread": 0.0, "throttled": ["sw_power_cap"]}, ["sw_power_cap"]),
+        ({"samples": 7, "busy_processes": 2, "other_processes": 3}, ["2 other processes used the GPU"]),
+        ({"samples": 7, "busy_processes": 0, "other_processes": 3}, []),
         ({"samples": 7, "spread": 0.02, "sm_mhz_min": 1941, "sm_mhz_max": 1980, "throttled": []}, []),
         ({"samples": 0, "unavailable": "NVML cannot be loaded"}, []),
     ],

@@ -162,12 +162,12 @@ def test_a_node_that_inductor_renamed_is_found_by_its_origin():
     assert run_pass(PromoteMatmulPrecision(), gm.graph, replace(base, origins={"mm_default": ("linear",)})).matched == 1
 
 
-def test_it_needs_matrix_units_and_no_gradients():
+def test_it_needs_matrix_units():
     base = PassContext(device=torch.device("cpu"), budget=parse_precision("bf16"))
     assert "no bf16 matrix units" in PromoteMatmulPrecision().applicable(base)
     units = replace(base, matrix_units=frozenset({"bfloat16"}))
     assert PromoteMatmulPrecision().applicable(units) == ""
-    assert "gradients" in PromoteMatmulPrecision().applicable(replace(units, grad=True))
+    assert PromoteMatmulPrecision().applicable(replace(units, grad=True)) == "" and PromoteMatmulPrecision.gradients
 
 
 def test_a_mask_of_float32s_least_number_does_not_become_infinite():
@@ -186,3 +186,34 @@ def test_a_mask_of_float32s_least_number_does_not_become_infinite():
     assert torch.isfinite(result).all()
     torch.testing.assert_close(result, masked(*args), atol=5e-2, rtol=5e-2)
     assert sum(n.target is aten.clamp_min.default for n in gm.graph.nodes) == 1
+
+
+def test_forward_and_backward_of_attention_are_promoted_together_on_cuda():
+    """In one graph, as the joint stage has them; the weight's gradient is the fp32 accumulator, and the transposed
+    gradient is not rounded a second time.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    attend, back = aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward
+
+    def step(x, w, g):
+        q = aten.mm(x.view(128, 64), aten.permute(w, [1, 0])).view(2, 64, 4, 16).permute(0, 2, 1, 3)
+        out, lse, seed, offset = attend(q, q, q, None, True, 0.0, True)
+        grads = back(g, q, q, q, None, out, lse, seed, offset, 0.0, [True, True, True, False], True)
+        d = (grads[0] + grads[1] + grads[2]).permute(0, 2, 1, 3).reshape(128, 64)
+        return out, aten.mm(d, w), aten.mm(aten.permute(d, [1, 0]), x.view(128, 64))
+
+    with FakeTensorMode():
+        args = [torch.empty(shape, device="cuda") for shape in ((2, 64, 64), (64, 64), (2, 4, 64, 16))]
+        gm = make_fx(step)(*args)
+    names = [n.name for n in gm.graph.nodes if n.op == "call_function"]
+    given = replace(context(gm.graph, names=names), device=torch.device("cuda"), grad=True)
+    report = run_pass(PromoteMatmulPrecision(), gm.graph, given)
+    assert (report.error, report.rewritten) == ("", 5)
+    tuples = [n for n in gm.graph.nodes if n.target in (attend.default, back.default)]
+    assert [n.meta["val"][0].dtype for n in tuples] == [torch.bfloat16] * 2
+    assert all(n.args[i].meta["val"].dtype == torch.bfloat16 for n in tuples for i in (0, 1, 2))
+    *_, dx, dw = gm.graph.output_node().args[0]
+    assert dx.target is dw.target is aten.mm.dtype
+    assert dw.args[0].target is aten.permute.default and dw.args[0].args[0] is dx.args[0], "one cast, seen both ways"

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from fxopt import registry
 from fxopt.labels import Axis
-from fxopt.registry import ConfigPass, GraphPass, PassReport, RegistryError, RuntimePass, Stage
-from fxopt.verify import Precision
+from fxopt.registry import ConfigPass, GraphPass, PassContext, PassReport, RegistryError, RuntimePass, Stage
+from fxopt.verify import Precision, parse_precision
 
 
 def make(name: str, stage: Stage = Stage.JOINT, after: tuple[str, ...] = (), before: tuple[str, ...] = ()):
@@ -203,6 +204,12 @@ def test_a_pass_that_cannot_say_whether_it_applies_gives_that_as_the_reason():
     p = declared(applicable=raises)()
     assert registry.inapplicable(p, None) == "its applicable() raised ValueError: no such field"
     assert registry.inapplicable(declared(applicable=lambda self, context: "no")(), None) == "no"
+
+
+def test_with_gradients_a_pass_applies_that_says_so():
+    trains = PassContext(device=torch.device("cpu"), budget=parse_precision("fp32"), grad=True)
+    assert "gradients are on" in registry.inapplicable(declared()(), trains)
+    assert registry.inapplicable(declared(gradients=True)(), trains) == ""
 
 
 def test_a_conflict_is_one_whichever_of_the_two_declares_it():

@@ -42,6 +42,7 @@ def a_profile(**changes: Any) -> SimpleNamespace:
         dict(launch="k:2", kernel="cpp_fused", nodes=("add_1", "mul_2", LONG), time_ns=30_000.0, share=0.3),
     ]
     base = dict(flops=1.0, bytes=1.0, dtype="float32", extern=True, file="", line=0, module_path="h.0.mlp.c_fc")
+    base["graph"] = "0/0"
     nodes = [
         dict(
             node="addmm_3",
@@ -90,7 +91,7 @@ def a_label(axis: str, headroom: float, **changes: Any) -> Any:
     values = dict(
         axis=SimpleNamespace(value=axis), scope="group", nodes=("addmm_3",), launch="extern_kernels.addmm:3",
         evidence=(evidence, more), confidence="high", headroom_ns=headroom,
-        why="the kernel runs near the roof",
+        why="the kernel runs near the roof", backward=False,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fxopt import registry, testing
+from fxopt.torch_api import inductor
 from fxopt.verify import parse_precision
 from passes.cuda_graphs import CudaGraphs
 from passes.tf32_matmul import Tf32Matmul, tf32
@@ -210,7 +211,7 @@ def test_a_graph_without_an_fp32_product_is_refused(fn, dtype):
 
 def test_code_that_a_cache_served_without_its_graph_is_wrapped():
     class Served:
-        post_grad = None
+        post_grad = backward = None
 
     backends.cudnn.allow_tf32 = False
     assert P.refuse(Served(), (), context()) == ""
@@ -218,10 +219,16 @@ def test_code_that_a_cache_served_without_its_graph_is_wrapped():
 
 def test_products_in_the_branches_of_a_condition_count():
     outer, branch = (testing.capture(fn, torch.randn(4, 4)) for fn in (torch.relu, lambda a: a @ a))
-    compiled = type("Compiled", (), {"post_grad": outer})()
+    compiled = type("Compiled", (), {"post_grad": outer, "backward": None})()
     assert P.refuse(compiled, (), context()) == "no fp32 product is left for cuBLAS or cuDNN"
     outer.true_graph_0 = branch
     assert P.refuse(compiled, (), context()) == ""
+
+
+def test_products_of_the_backward_count():
+    forward, backward = (testing.capture(fn, torch.randn(4, 4)) for fn in (torch.relu, lambda a: a @ a))
+    compiled = type("Compiled", (), {"post_grad": forward, "backward": inductor.Backward(None, backward)})()
+    assert P.refuse(compiled, (), context(grad=True)) == ""
 
 
 def test_it_refuses_a_process_that_allows_tf32_already():
@@ -232,14 +239,13 @@ def test_it_refuses_a_process_that_allows_tf32_already():
 def test_it_refuses_settings_that_contradict_each_other():
     CONTRADICTIONS["older on, newer off"]()
     before = settings()
-    assert "contradict" in P.refuse(type("Served", (), {"post_grad": None})(), (), context())
+    assert "contradict" in P.refuse(type("Served", (), {"post_grad": None, "backward": None})(), (), context())
     assert settings() == before
 
 
-def test_it_needs_tf32_units_a_gpu_and_no_gradients():
+def test_it_needs_tf32_units_and_a_gpu():
     assert P.applicable(context()) == ""
     assert P.applicable(context(matrix_units=frozenset({"bfloat16"}))) == "cuda has no TF32 matrix units"
-    assert "gradients" in P.applicable(context(grad=True))
     assert "cpu" not in P.devices
 
 

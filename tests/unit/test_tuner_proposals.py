@@ -25,9 +25,9 @@ def make(name: str, **members: Any) -> Any:
     return dataclass(frozen=True)(type(name, (GraphPass,), {"name": name, **given}))()
 
 
-def proposals(*passes: Any, classes: Any = None) -> Proposals:
+def proposals(*passes: Any, classes: Any = None, **options: Any) -> Proposals:
     context = PassContext(torch.device("cpu"), parse_precision("fp32"))
-    return Proposals(passes, Options(), GraphReport(), context, classes or {})
+    return Proposals(passes, Options(**options), GraphReport(), context, classes or {})
 
 
 MEMORY = label(Axis.MEMORY_BOUND, 5_000.0, "k:1", "mm_1")
@@ -58,6 +58,17 @@ def test_a_pass_of_a_class_that_was_not_asked_for_is_out_of_reach_with_the_headr
     assert found.answering([MEMORY]) == []
     assert found.report.out_of_reach == [
         "a: needs precision='bf16', and 'fp32' was asked for; it would answer memory_bound on 1 nodes (headroom 5 us)"
+    ]
+
+
+def test_what_shortens_calls_alone_is_no_proposal_where_kernels_decide():
+    launches = label(Axis.LAUNCH_BOUND, 9_000.0, "")
+    both = make("b", answers=frozenset({Axis.LAUNCH_BOUND, Axis.MEMORY_BOUND}))
+    found = proposals(make("a", answers=frozenset({Axis.LAUNCH_BOUND})), both, objective="kernel")
+    assert [p.name for p in found.answering([launches])] == ["b"]
+    assert found.report.out_of_reach == [
+        "a: it shortens calls and no kernel, and objective='kernel' asks for shorter kernels; "
+        "it would answer launch_bound on 1 nodes (headroom 9 us)"
     ]
 
 

@@ -1,0 +1,223 @@
+"""What the commands share that run programs or show reports: where output goes, and how it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxopt.cli_output import CliError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 80
+stdout_is_taken = False  # whether a program ran whose output must not be mixed with the result on stdout
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The forms of the result that were asked for; without any, the terminal's."""
+
+    html: Path | None = None
+    save: Path | None = None
+    markdown: bool = False
+    as_json: bool = False
+    quiet: bool = False
+
+    def check(self) -> None:
+        """Before anything runs. Raises CliError for files that cannot be written, and for two forms at once."""
+        if self.markdown and self.as_json:
+            raise CliError("--json and --markdown both print on stdout: give one of them")
+        for name, path in (("--html", self.html), ("--save", self.save)):
+            if path is None:
+                continue
+            if path.is_dir():
+                raise CliError(f"{name} {path}: this is a folder; give the name of a file in it")
+            if not path.absolute().parent.is_dir():
+                raise CliError(f"{name} {path}: there is no folder {path.absolute().parent}; make it first")
+            if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+                raise CliError(f"{name} {path}: no permission to write it; give another place")
+
+    @property
+    def to_stdout(self) -> bool:
+        """Whether stdout belongs to a program that reads the result."""
+        return self.as_json or self.markdown
+
+    def say(self, text: str) -> None:
+        """Progress, on stderr."""
+        if not self.quiet:
+            print(f"fxopt: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    print(f"fxopt: warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def busy(wanted: Wanted, text: str) -> Iterator[None]:
+    """Says what takes a while: with a sign of life on a terminal, as one line elsewhere."""
+    if wanted.quiet:
+        yield
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"fxopt: {text}"):
+            yield
+    else:
+        wanted.say(text)
+        yield
+
+
+def console() -> Console:
+    """For stdout: as wide as the terminal, 80 columns elsewhere, and no control codes where no terminal reads."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        return Console()
+    return Console(file=sys.stdout, width=WIDTH, color_system=None, force_terminal=False)
+
+
+def present(subject: Any, wanted: Wanted, *, save: Callable[[Path], None] | None = None, **known: Any) -> None:
+    """A Report, a Profile or a Diff in the forms that were asked for. Files are written whole or not at all.
+
+    ``known`` goes to the page of a bare profile: its ceilings.
+    """
+    from profiler_core.profiles import Profile
+
+    if wanted.save is not None:
+        if save is not None:
+            save(wanted.save)
+        elif isinstance(subject, Profile):
+            subject.save(wanted.save)
+        else:
+            from fxopt.report import sources
+
+            sources.write(subject, wanted.save)
+        wanted.say(f"saved {wanted.save}; fxopt report {wanted.save} shows it again")
+    if wanted.html is not None:
+        from fxopt.report import html
+
+        html.write(subject, wanted.html, **known)
+        wanted.say(f"wrote {wanted.html}: one page, readable without a network")
+    if wanted.as_json:
+        print(json.dumps(subject.to_json(), allow_nan=False))
+    elif wanted.markdown:
+        from fxopt.report import markdown
+
+        print(markdown.render(subject))
+    elif not wanted.quiet:
+        _terminal(subject)
+
+
+def _terminal(subject: Any) -> None:
+    from fxopt.report import terminal
+    from fxopt.report.model import Report
+    from profiler_core.profiles import Profile
+
+    if isinstance(subject, Report):
+        terminal.render(subject, console())
+    elif isinstance(subject, Profile):
+        terminal.render_profile(subject, console())
+    else:
+        terminal.render_diff(subject, console())
+
+
+@contextlib.contextmanager
+def stdout_kept_for_the_result(wanted: Wanted) -> Iterator[None]:
+    """Where the result goes to stdout, what a program prints meanwhile goes to stderr, its children's too."""
+    global stdout_is_taken
+    stdout_is_taken = wanted.to_stdout
+    if not wanted.to_stdout:
+        yield
+        return
+    sys.stdout.flush()
+    kept = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stdout.fileno() == 1:
+            kept = os.dup(1)
+            os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def ceilings_here(profile: Any, wanted: Wanted) -> Any:
+    """The ceilings of the device that a profile of this machine is of; measured now where none are kept, None where
+    that fails.
+    """
+    import torch
+
+    from fxopt.cli_rules import kept_ceilings
+    from fxopt.options import resolve_options
+    from profiler_core import roofline
+
+    device = torch.device(str(profile.environment.get("device_type") or "cpu"))
+    try:
+        if roofline.kept_at(device, resolve_options({}).plan_root / "ceilings").exists():
+            return kept_ceilings(device, False)[0]
+        with busy(wanted, "measuring what this machine can reach, once; labels are drawn against it"):
+            return roofline.ceilings(device, resolve_options({}).plan_root / "ceilings")
+    except Exception as error:  # for the labels alone, some of which need none
+        warn(f"what this machine can reach was not measured: {type(error).__name__}: {error}")
+        return None
+
+
+def program_command() -> Any:
+    """The class of a command that runs a program: a wrong option is told how the program's own are given."""
+    from typer.core import TyperCommand
+
+    class ProgramCommand(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            given = list(args)
+            try:
+                return super().parse_args(ctx, args)
+            except Exception as error:
+                option = getattr(error, "option_name", None)
+                if option is None or "--" in given or not hasattr(error, "message"):
+                    raise
+                place = next((i for i, word in enumerate(given) if word.split("=")[0] == option), len(given))
+                line = " ".join(["fxopt", ctx.info_name or "", *given[:place], "--", *given[place:]])
+                error.message += f". The program's own arguments come after --: {line}"
+                raise
+
+    return ProgramCommand
+
+
+def option_values(given: Sequence[str], **direct: Any) -> dict[str, Any]:
+    """fxopt's options from ``key=value`` texts and from those that have a flag of their own."""
+    found = {name: value for name, value in direct.items() if value is not None}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise CliError(f"--option {text}: expected key=value, such as pairs=10; `fxopt options` lists them")
+        found[name] = _literal(value)
+    return found
+
+
+def _literal(text: str) -> Any:
+    """A number or a truth where the text is one: Inductor's options need the type."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, (int, float)):
+            return value
+    return {"True": True, "False": False}.get(text, text)
+
+
+def shown_options(options: Mapping[str, Any]) -> str:
+    """The options as Python spells them inside a call."""
+    return "{" + ", ".join(f'"{name}": {spelt(value)}' for name, value in options.items()) + "}"
+
+
+def spelt(value: Any) -> str:
+    """A value as Python source, in this project's quotes."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)

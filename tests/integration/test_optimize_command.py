@@ -1,0 +1,75 @@
+"""`fxopt optimize` and `fxopt bench` on a program and on a function; tuning itself is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxopt.cli import run
+from fxopt.report.model import Report
+
+SCRIPTS = Path(__file__).parents[1] / "fixtures" / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def in_scripts(monkeypatch, fresh_dynamo):
+    monkeypatch.chdir(SCRIPTS)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
+        del sys.modules[name]
+
+
+def test_a_program_that_compiles_nothing_runs_on_the_backend(tmp_path, capsys):
+    saved = tmp_path / "report.json"
+    arguments = ["optimize", "-m", "package", "-o", "mode=apply", "--json", "--save", str(saved), "--", "3"]
+    assert run(arguments) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert [graph["source"] for graph in report["graphs"]] == ["apply"]
+    assert "package ran ['3']" in captured.err  # its own output makes way for the JSON
+    line = 'model = torch.compile(model, backend="profile_guided", options={"mode": "apply"})'
+    assert line in captured.err
+    assert Report.from_json(json.loads(saved.read_text())).graphs[0].source == "apply"
+
+
+def test_of_a_function_the_model_is_optimised_with_its_weights_held_constant(capsys):
+    assert run(["optimize", "package.model:encoder_and_inputs", "-o", "mode=apply", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [graph["source"] for graph in json.loads(captured.out)["graphs"]] == ["apply"]
+    assert 'model = fxopt.optimize(model, inputs, mode="apply")' in captured.err
+
+
+def test_a_program_without_a_model_is_told(tmp_path, capsys):
+    script = tmp_path / "plain.py"
+    script.write_text("import torch\nprint(torch.ones(2))\n")
+    assert run(["optimize", str(script)]) == 1
+    assert "called no nn.Module and no torch.compile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong, said", [("pairs=2", "pairs"), ("paris=6", "paris"), ("pairs", "key=value")])
+def test_a_wrong_option_is_told_before_the_program_runs(capsys, wrong, said):
+    assert run(["optimize", "-m", "package", "-o", wrong, "--", "3"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err
+
+
+def test_three_forms_are_measured_side_by_side(capsys):
+    arguments = ["bench", "-m", "package", "-o", "mode=apply", "--pairs", "6", "--json", "--", "2"]
+    assert run(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["times_ns"]) == ["eager", "Inductor", "fxopt"] and min(found["times_ns"].values()) > 0
+    assert [(row["before"], row["after"]) for row in found["results"]] == [
+        ("eager", "Inductor"),
+        ("eager", "fxopt"),
+        ("Inductor", "fxopt"),
+    ]
+    assert all(row["low"] <= row["ratio"] <= row["high"] and row["pairs"] == 6 for row in found["results"])
+    assert found["rel_l2_to_eager"] < 1e-5
+
+
+def test_a_program_that_trains_is_not_benchmarked(capsys):
+    assert run(["bench", "train.py", "--", "--width", "8", "--steps", "1"]) == 1
+    assert "the program trains: Classifier" in capsys.readouterr().err
