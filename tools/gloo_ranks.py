@@ -58,6 +58,7 @@ class DoubledNegation(GraphPass):
     answers: ClassVar[frozenset[Axis]] = frozenset(Axis)
     stage: ClassVar[Stage] = Stage.JOINT
     precision: ClassVar[Precision] = Precision.FP32
+    gradients: ClassVar[bool] = True
 
     def candidates(self, graph: fx.Graph, context: PassContext) -> Any:
         yield from (Candidate(n.name) for n in graph.nodes if n.target is aten.relu.default)
@@ -156,6 +157,24 @@ def leader_fails(rank: Rank) -> Any:
     if rank.rank == 0:
         mock.patch("fxopt.tuner.profile_build", side_effect=OSError("this rank cannot")).start()
     return one_plan(rank)
+
+
+def ddp_whole(rank: Rank) -> Any:
+    """A training step under DDP whose graph is not split into buckets: forward and backward are measured by rank 0,
+    while no collective is under way, and all ranks run one plan for both.
+    """
+    torch._dynamo.config.optimize_ddp = False
+    try:
+        return ddp_step(rank)
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+
+
+def ddp_whole_fails(rank: Rank) -> Any:
+    """The same, and one rank cannot apply the plan."""
+    if rank.rank == rank.size - 1:
+        mock.patch("fxopt.build.Builder.build", side_effect=RuntimeError("this rank cannot")).start()
+    return ddp_whole(rank)
 
 
 def ddp_step(rank: Rank) -> Any:
@@ -300,6 +319,16 @@ def _ddp(found: Found) -> str:
     return _right(found) or ("" if all(rank["gradients"] == 4 for rank in found) else "gradients are missing")
 
 
+def _ddp_whole(found: Found) -> str:
+    trained = [{**rank, **rank["graphs"][-1]} for rank in found]
+    return _ddp(found) or _agreed(trained)
+
+
+def _ddp_whole_fails(found: Found) -> str:
+    trained = [{**rank, **rank["graphs"][-1]} for rank in found]
+    return _one_fails(trained) or ("" if all(rank["gradients"] == 4 for rank in found) else "gradients are missing")
+
+
 def _other_order(found: Found) -> str:
     """Of each graph all ranks say the same; one of the two may have been met in the end, never both."""
     graphs = [[rank["results"][i] for rank in found] for i in (0, 1)]
@@ -351,6 +380,8 @@ SCENARIOS = {
     "one_plan": Scenario(one_plan, _agreed),
     "one_fails": Scenario(one_fails, _one_fails),
     "ddp_step": Scenario(ddp_step, _ddp),
+    "ddp_whole": Scenario(ddp_whole, _ddp_whole),
+    "ddp_whole_fails": Scenario(ddp_whole_fails, _ddp_whole_fails),
     "dies_applying": Scenario(killed("applying"), lambda f: _fell_back(f, "no sign of life"), dies=1, timeout=PATIENCE),
     "dies_before": Scenario(
         killed("meeting"), lambda f: _fell_back(f, "ranks reached this graph"), dies=1, timeout=PATIENCE

@@ -16,7 +16,8 @@ One that draws random numbers must also give plain Inductor's numbers; of one th
 form is compared. A crash, or a call that takes longer than the deadline, is that operator's verdict. Dynamo is told to
 capture operators whose results have sizes, or are numbers, that data decide.
 
-    python tools/op_db.py --json results/cpu/op_db.json --rows op_db.jsonl       # resumes where the rows end
+    python tools/op_db.py --json results/cpu/op_db.json --rows op_db.jsonl       # goes on where the rows end
+    python tools/op_db.py --rows op_db.jsonl --way frozen                        # one of the two ways
     python tools/op_db.py --shard 1/2 --rows op_db.jsonl                         # beside --shard 2/2, the same rows
     python tools/op_db.py --op nn.functional.linear --op add                     # some of them
 
@@ -117,6 +118,11 @@ class Worker:
         return row
 
 
+#: operators that torch compiles no more once an argument is constant, with its own option `freezing` as without fxopt
+#: (a constant of one element is a number to Inductor, and these lowerings take tensors alone)
+NOT_FROZEN_BY_TORCH = ("nn.functional.embedding", "tensor_split")
+
+
 def problems(row: Mapping[str, Any]) -> list[str]:
     """Where fxopt does not do what plain Inductor does, a line each."""
     if PLAIN not in row["ways"]:
@@ -125,6 +131,8 @@ def problems(row: Mapping[str, Any]) -> list[str]:
     plain = row["ways"][PLAIN]
     for way, own in row["ways"].items():
         if way == PLAIN or own["verdict"] == NOTHING_TO_FREEZE:
+            continue
+        if way == "frozen" and row["op"] in NOT_FROZEN_BY_TORCH and own["verdict"] == "raises LoweringException":
             continue
         if own["verdict"] != plain["verdict"]:
             why = own["why"] or plain["why"]
@@ -148,6 +156,21 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def lacking(row: Mapping[str, Any] | None, ways: Sequence[str], retry: bool) -> list[str]:
+    """The ways of `ways` in which the operator of `row` has still to be called: all, to retry one with problems."""
+    if row is None or (retry and row["problems"]):
+        return list(ways)
+    return [way for way in ways if way not in row["ways"] and PLAIN in row["ways"]]
+
+
+def joined(before: Mapping[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    """`row`, with the ways that only an earlier row of the operator has."""
+    both = {**(before["ways"] if before is not None else {}), **row["ways"]}
+    row["ways"] = {way: both[way] for way in (PLAIN, *FXOPT) if way in both}
+    row["problems"] = problems(row)
+    return row
+
+
 def summary(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Numbers of operators: what there is, plain Inductor's verdicts, and each way's beside them."""
     run = [row for row in rows if PLAIN in row["ways"]]
@@ -168,6 +191,7 @@ def summary(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str
         found[way] = {
             "run": len(own),
             "verdict of plain Inductor": sum(one["verdict"] == other["verdict"] for one, other in beside),
+            "not frozen by torch": sum(own["verdict"] == "raises LoweringException" for own, _ in beside),
             "bit for bit plain Inductor's": sum(bool(one.get("same_bits")) for one in own),
             "graph left to plain Inductor": sum(bool(one.get("left")) for one in own),
             "rewritten": sum(bool(one.get("changed")) for one in own),
@@ -238,9 +262,10 @@ def main(
         known = read_rows(rows) if rows is not None else {}
         todo = chosen(worker.names, op, count, shard)
         mine = set(todo)
-        todo = [name for name in todo if name not in known or (retry and known[name]["problems"])]
+        left = {name: lacking(known.get(name), way, retry) for name in todo}
+        todo = [name for name in todo if left[name]]
         for number, name in enumerate(todo, 1):
-            row = known[name] = worker.row(name, way)
+            row = known[name] = joined(known.get(name), worker.row(name, left[name]))
             if rows is not None:
                 with rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

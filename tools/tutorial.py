@@ -92,17 +92,18 @@ def follow(
     folder: Path,
     variables: Mapping[str, str] | None = None,
     *,
+    page: Path = PAGE,
     quick: bool = False,
     told: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[Step, str]]:
-    """Take every step of the page in `folder`; yields each with the output of the last command.
+    """Take every step of `page` in `folder`; yields each with the output of the last command.
 
     variables: environment variables over those of this process. quick: leave out what is marked long. told: gets one
     line a step. Raises TutorialError.
     """
     environment = surroundings(folder, variables or {})
     output, skipped = "", False
-    for step in steps():
+    for step in steps(page):
         skipped = quick and (step.detail == "long" if step.kind == "run" else skipped and step.kind == "printed")
         if skipped:
             continue

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCENARIOS = ("one_plan", "one_fails", "ddp_step", "dies_applying")
+SCENARIOS = ("one_plan", "one_fails", "ddp_step", "ddp_whole", "ddp_whole_fails", "dies_applying")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,13 @@ def test_both_ranks_name_the_same_plan_and_one_has_measured(found):
     assert len(first["plan"]) == 64 and first["plan"] == second["plan"]
     assert (first["measured"], second["measured"]) == (True, False)
     assert (first["source"], second["source"]) == ("tuned", "plan")
+
+
+def test_under_ddp_forward_and_backward_have_one_plan_that_rank_0_measured(found):
+    first, second = (rank["graphs"][-1] for rank in found["ddp_whole"]["found"])
+    assert len(first["plan"]) == 64 and first["plan"] == second["plan"]
+    assert first["passes"] == second["passes"] == ["doubled_negation"]
+    assert (first["measured"], second["measured"]) == (True, False)
 
 
 def test_where_one_rank_cannot_the_other_says_which(found):

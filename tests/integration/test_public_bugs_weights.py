@@ -92,6 +92,49 @@ def test_evaluation_training_and_evaluation_again_after_folding(monkeypatch):
     assert len(fast.report.graphs) == 3, "each change is one compilation"
 
 
+class Bare(nn.Module):
+    """A batch normalisation that is no module: nobody counts its updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("variance", torch.rand(8) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return nn.functional.batch_norm(y, self.mean, self.variance, training=self.training)
+
+
+def averaged(model: nn.Module) -> None:
+    """How averaged weights are put in for an evaluation."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * 0.9 + 0.01)
+
+
+def retrained(model: nn.Module) -> None:
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(4, 3, 6, 6) + 3)
+    model.eval()
+
+
+@pytest.mark.parametrize("change", [averaged, retrained])
+def test_what_is_written_past_torchs_counters_is_seen(monkeypatch, change):
+    """Neither a write through `.data` nor statistics that a functional batch normalisation updates count a version.
+    Right: the next call has the new numbers.
+    """
+    force(monkeypatch, "freeze_weights")
+    model, x = Bare().eval(), torch.randn(4, 3, 6, 6)
+    fast = optimized(model, (x,), **TORCHS_KERNELS)
+    before = fast(x).clone()
+    change(fast if change is retrained else model)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+        assert relative(fast(x), before) > 1e-3
+    assert len(fast.report.graphs) == 2
+
+
 def test_batch_normalisation_folded_into_a_bf16_convolution(monkeypatch):
     """Folded in bf16, the weights were rounded twice, and a channel of small variance lost its accuracy. Right: no
     worse than a small multiple of eager's own error against fp64.
