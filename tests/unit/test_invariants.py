@@ -221,7 +221,7 @@ def test_calls_that_are_no_operators_are_let_through_where_they_were_before():
 @pytest.mark.parametrize(
     "target",
     [aten.sin, aten.mm.default, torch.ops.higher_order.cond, operator.getitem, operator.mul, math.floor, torch.sym_max],
-    ids=str,
+    ids=lambda target: getattr(target, "__name__", str(target)),
 )
 def test_operators_their_packets_and_arithmetic_on_sizes_are_what_inductor_compiles(target):
     assert lowers(target)

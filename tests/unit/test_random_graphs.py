@@ -382,7 +382,7 @@ def test_the_built_in_passes_are_found():
     assert set(built_in()) == set(PASSES) | ON_A_GPU, "say in PASSES what makes a new pass rewrite something"
 
 
-@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.parametrize("name", sorted(ON_A_GPU))
 def test_a_pass_for_operators_of_a_gpu_leaves_those_of_a_cpu_alone(name):
     p = registry.discover()[name]()
     here = testing.context(p)
