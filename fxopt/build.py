@@ -48,7 +48,8 @@ class Build:
     """Compiled code and how it came about. `fn` takes all of Dynamo's inputs.
 
     entered: by stage, the graph as each of its passes found it, by name, and under "" as the last one left it; nothing
-    for a stage whose passes did not run, or ran on several graphs.
+    for a stage whose passes did not run, or ran on several graphs. held_bytes: what it was seen to keep allocated on
+    its device, what it was put around included.
     """
 
     passes: list[Pass]
@@ -56,6 +57,7 @@ class Build:
     compiled: inductor.Compiled
     reports: list[PassReport] = field(default_factory=list)
     entered: dict[Stage, dict[str, fx.Graph]] = field(default_factory=dict)
+    held_bytes: int = 0
 
     @property
     def seconds(self) -> float:

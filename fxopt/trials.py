@@ -20,6 +20,7 @@ from fxopt.registry import ConfigPass, Pass, RuntimePass
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
+from fxopt.stage import stage_of
 from fxopt.torch_api import dynamo
 from fxopt.training import Gradients
 from fxopt.warning import warn
@@ -157,7 +158,11 @@ class Trials:
         same = self._alive_code.get(_key([p for p in passes if not _wraps(p)]))
         if self.gradients is not None:
             same = None  # its backward is wrapped where autograd finds it, once for all
-        return self.hold(self.builder.build(passes) if same is None else self.builder.rewrapped(same, passes))
+        if same is None:
+            return self.hold(self.builder.build(passes))
+        around = self.builder.rewrapped(same, passes)
+        around.held_bytes = same.held_bytes
+        return self.hold(around)
 
     def compiles(self, step: Step) -> bool:
         """Whether the trial needs code that nobody holds yet."""
@@ -184,8 +189,9 @@ class Trials:
                 return None
             with phase(report, "measure memory"), self.running():
                 entry.peak_bytes = self._peak(self.steady(build.fn))
-                held = memory.allocated(self.device) - before
-                entry.memory_bytes = max(memory.extra_bytes(build, self.inputs), held)
+                # Nothing more for code that an earlier trial left: it was allocated before this one.
+                build.held_bytes += max(0, memory.allocated(self.device) - before)
+                entry.memory_bytes = max(memory.extra_bytes(build, self.inputs), build.held_bytes)
             if reason := self._too_large(entry):
                 entry.outcome, entry.reason = "rejected", reason
                 return None
@@ -215,7 +221,8 @@ class Trials:
             if self.options.on_error == "raise":
                 raise
             entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
-            warn(f"the candidate {entry.name} failed and was dropped: {entry.reason}")
+            where = f" ({stage_of(error)})" if stage_of(error) else ""
+            warn(f"the candidate {entry.name} failed and was dropped{where}: {entry.reason}")
             return None
 
     def _peak(self, fn: Callable[..., Any]) -> int | None:

@@ -338,7 +338,8 @@ class Tuner:
         report.output_copies = getattr(best.build.fn if best is not None else None, "output_copies", None)
         if best is None and self._wants_graphs():
             kept = replace(baseline, fn=callers_own)
-        self._write_plan(best)
+        with phase(report, "write plan"):
+            self._write_plan(best)
         if best is None and self.wanted:
             return self._inductors_own()
         kept.compiled.scope.adopt()

@@ -41,6 +41,7 @@ class Code:
     errors: ClassVar[list[str]] = []
     effective = True
     seconds = 1.5
+    held_bytes = 0
 
     def __init__(self, passes, wall, kernels, extra):
         self.passes, self.extra = list(passes), extra
@@ -155,6 +156,24 @@ def test_memory_is_a_limit(monkeypatch, limit, kept):
     assert entry.memory_bytes == 2 << 20, "reported either way"
     if not kept:
         assert entry.outcome == "rejected" and "it takes 2.00 MiB more memory than the baseline" in entry.reason
+
+
+def test_what_code_keeps_allocated_is_told_by_every_trial_of_it(monkeypatch):
+    bench = Bench(monkeypatch, {"fuse": (50.0, 50.0), "fuse+tile": (40.0, 40.0)})
+    on_device = 100
+    monkeypatch.setattr(memory, "allocated", lambda device: on_device)
+
+    def build(passes, real=bench.build):
+        nonlocal on_device
+        on_device += 30
+        return real(passes)
+
+    monkeypatch.setattr(bench.trials.builder, "build", build)
+    fuse = bench.trial(Fuse())
+    both = bench.trial(Fuse(), Tile(), best=fuse)
+    again = bench.trial(Fuse(), best=both, removal=True)
+    assert again.build is fuse.build
+    assert [entry.memory_bytes for entry in bench.report.candidates] == [30, 30, 30]
 
 
 def test_what_a_call_takes_at_its_peak_counts_beyond_the_baselines(monkeypatch):
