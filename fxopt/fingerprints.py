@@ -115,20 +115,46 @@ def _imports(text: bytes, package: str) -> tuple[str, ...]:
     """Full names of what a module's text imports, wherever in it; `from a import b` may mean a.b, so both."""
 
     def names() -> Iterator[str]:
-        for node in _statements(ast.parse(text)):
+        for node in _import_statements(text):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 if node.level:
-                    base = importlib.util.resolve_name("." * node.level + base, package)
+                    try:
+                        base = importlib.util.resolve_name("." * node.level + base, package)
+                    except ImportError:  # beyond the top of its package, or words in a string
+                        continue
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
     try:
         return tuple(dict.fromkeys(names()))
-    except (SyntaxError, ValueError, ImportError):  # not Python, or beyond the top of its package
+    except (SyntaxError, ValueError):  # not Python
         return ()
+
+
+#: a line that begins as an import does, to its end or that of its parentheses
+_IMPORT = re.compile(
+    rb"^[ \t]*((?:from[ \t]+[\w.]+[ \t]+)?import[ \t]*(?:\([^)]*\)|[ \t](?:\\\r?\n|[^\n])+))", re.MULTILINE
+)
+#: an import that begins no line, or something that looks like one
+_BESIDE = re.compile(rb"[:;][ \t]*(?:import|from)[ \t]")
+
+
+def _import_statements(text: bytes) -> Iterator[ast.AST]:
+    """All import statements, and perhaps some that a string holds. To parse what a plan's passes import, and no more,
+    is what a process that applies one waits for; where a line is not what it looks like, the whole text is parsed.
+    """
+    if _BESIDE.search(text) is None:
+        try:
+            found = [ast.parse(match[1]).body for match in _IMPORT.finditer(text)]
+        except (SyntaxError, ValueError):
+            pass
+        else:
+            yield from (statement for body in found for statement in body)
+            return
+    yield from _statements(ast.parse(text))
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxopt import fingerprints
 from fxopt.fingerprints import UnstableError, canonical
 from fxopt.registry import GraphPass, RegistryError, Stage
 
@@ -237,3 +239,31 @@ def test_fingerprints_are_the_same_in_every_process(tmp_path):
 
     for command in ("-", "script.py"):  # without a file, and with one
         assert run("1", command) == run("2", command) != ""
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import a.b, c as d", {"a.b", "c"}),
+        ("def f():\n    from p.q import (  # (both)\n        r,\n        s,\n    )", {"p.q", "p.q.r", "p.q.s"}),
+        ("from a import b, \\\n    c", {"a", "a.b", "a.c"}),
+        ("if True: import a", {"a"}),
+        ("x = 1; import a", {"a"}),
+        ("try: from a import b\nexcept ImportError: pass", {"a", "a.b"}),
+        ("from . import near\nfrom ..far import x", {"top.p", "top.p.near", "top.far", "top.far.x"}),
+        ('"""\nfrom .... import nothing\n"""\nimport a', {"a"}),
+        ("import a\nimport b and more", set()),
+        ("from a import *", {"a", "a.*"}),
+    ],
+)
+def test_imports_are_found_wherever_they_are(text, names):
+    assert set(fingerprints._imports(text.encode(), "top.p")) == names
+
+
+def test_the_short_way_finds_every_import_of_every_module_of_this_project():
+    for path in (Path(__file__).parents[2] / "fxopt").rglob("*.py"):
+        text = path.read_bytes()
+        kinds = (ast.Import, ast.ImportFrom)
+        whole = {ast.dump(n) for n in fingerprints._statements(ast.parse(text)) if isinstance(n, kinds)}
+        short = {ast.dump(n) for n in fingerprints._import_statements(text) if isinstance(n, kinds)}
+        assert whole <= short, path

@@ -186,6 +186,8 @@ def _time(profile: Profile | None, graph: GraphReport | None) -> dict[str, Any] 
         return _answer(question, "Wall time is what a caller waits.", rows) if rows else None
     assert profile is not None
     wall, kernel = profile.wall_ns, profile.kernel_ns
+    if graph is not None and graph.baseline_wall_ns and graph.baseline_kernel_ns:
+        wall, kernel = graph.baseline_wall_ns, graph.baseline_kernel_ns  # what the rows below show, timed in turns
     if wall != wall:
         return _answer(
             question, f"{duration(kernel)} of kernel time. How long the whole call takes was not recorded.", rows
