@@ -44,7 +44,7 @@ compare: ## makes .venv and runs every workload in every column (COMPARE_ARGS="m
 	@KINETO_LOG_LEVEL=$${KINETO_LOG_LEVEL:-99} $(BIN)/python -m case_studies.compare $(COMPARE_ARGS)
 
 test: venv lint ## makes .venv and runs the linters and the tests that need neither a GPU nor minutes
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: venv lint ## the long tier: every test; those for a GPU are skipped where there is none
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

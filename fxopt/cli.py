@@ -36,6 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = build_app()(list(arguments), prog_name="fxopt", standalone_mode=True)
     except SystemExit as exit_:
+        if isinstance(exit_.__context__, BrokenPipeError):  # typer's exit 1: its reader has seen enough
+            return 0
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except (CliError, OptionError, PlanStoreError) as error:
         print(f"fxopt: error: {error}", file=sys.stderr)

@@ -127,7 +127,7 @@ def discovered() -> dict[str, type[Pass]]:
     from fxopt.registry import discover
 
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)  # not torch's deprecations, which loading the passes sets off
         found = discover()
     for warning in caught:
         print(f"fxopt: warning: {warning.message}", file=sys.stderr)

@@ -70,6 +70,9 @@ def add_commands(app: typer.Typer) -> None:
         counters: str | None = typer.Option(
             None, "--counters", help="Of a function on a GPU: none, quick (default) or full.", metavar="SET"
         ),
+        no_ceilings: bool = typer.Option(
+            False, "--no-ceilings", help="Do not measure what the device can reach where that is not known."
+        ),
         save: Path | None = typer.Option(None, "--save", help="Write the profile as JSON.", metavar="OUT"),
         html: Path | None = html_option,
         markdown: bool = markdown_option,
@@ -95,7 +98,8 @@ def add_commands(app: typer.Typer) -> None:
         """
         wanted = Wanted(html, save, markdown, as_json, quiet)
         wanted.check()
-        raise typer.Exit(run_profile(_target(program, arguments, module), wanted, skip, calls, whole, counters))
+        target = _target(program, arguments, module)
+        raise typer.Exit(run_profile(target, wanted, skip, calls, whole, counters, no_ceilings))
 
     @app.command("optimize", cls=command, short_help="Run a program faster, and say what was done and gained.")
     def optimize(
@@ -194,7 +198,9 @@ def _options(
     return chosen
 
 
-def run_profile(target: Target, wanted: Wanted, skip: int, calls: int, whole: bool, counters: str | None) -> int:
+def run_profile(
+    target: Target, wanted: Wanted, skip: int, calls: int, whole: bool, counters: str | None, no_ceilings: bool = False
+) -> int:
     """The exit code: the program's own where it has one, 1 where nothing was recorded."""
     quiet_kineto()
     from fxopt.script import Outcome, TargetError, run_profiled
@@ -217,7 +223,7 @@ def run_profile(target: Target, wanted: Wanted, skip: int, calls: int, whole: bo
         raise CliError(str(error)) from error
     if outcome.code:
         wanted.say(f"the program ended with exit code {outcome.code}; what follows was profiled before")
-    present(profile, wanted, **_known(profile, wanted))
+    present(profile, wanted, **({} if no_ceilings else _known(profile, wanted)))
     wanted.say(f"what can be done about it:  fxopt optimize {target.ours}")
     return outcome.code
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _COUNTERS = [counter.key for counter in counters.COUNTERS]
 _COLUMNS = (
+    "name",
     "duration_ns",
     "family",
     "precision",
@@ -44,33 +45,47 @@ class LaunchRecords:
         window = profile.window
         inside = (window["launch"] != "").to_numpy()
         self._launches = {key: _record(rows) for key, rows in _grouped(window[inside], "graph", "launch")}
-        self._outside = window[~inside & (window["kind"] == "kernel").to_numpy()]
+        outside = window[~inside & (window["kind"] == "kernel").to_numpy()]
+        nodes = profile.nodes[(profile.nodes["kind"] == "operator") & profile.nodes["bytes"].notna()]
+        self._modelled = {str(row["node"]): row for row in nodes.to_dict("records")}
+        names = [str(found[0]) if found else "" for found in outside["nodes"]]
+        # What is modelled of an operator is the work of all its kernels together, at one place of the program.
+        known = [name in self._modelled for name in names]
+        node = [name if is_known else "" for name, is_known in zip(names, known, strict=True)]
+        kernel = ["" if is_known else name for name, is_known in zip(outside["name"], known, strict=True)]
+        owner = [n or operator for n, operator in zip(node, outside["top_operator"], strict=True)]
+        self._outside = outside.assign(owner=owner, one_kernel=kernel)
 
     def launch(self, graph: str, launch: str) -> dict[str, Any]:
         return self._launches.get((graph, launch), {})
 
     def outside(self) -> list[dict[str, Any]]:
-        """A row a kernel's name and operator, longest first, in the form of ``Profile.groups()``."""
+        """A row a node whose work is modelled, else one a kernel's name and operator, longest first, in the form of
+        ``Profile.groups()``.
+        """
         counted = self._counters()
         found: list[dict[str, Any]] = []
-        for (operator, name), rows in _grouped(self._outside, "top_operator", "name"):
+        for (owner, name), rows in _grouped(self._outside, "owner", "one_kernel"):
             row: dict[str, Any] = {
                 "scope": "kernel",
-                "launch": name,
-                "nodes": (operator,) if operator else (),
+                "launch": name or max(rows, key=lambda row: row["duration_ns"])["name"],
+                "nodes": (owner,) if owner else (),
                 "time_ns": sum(row["duration_ns"] for row in rows) / self._profile.iterations,
                 **_record(rows),
             }
-            found.append({**row, **counted.get((operator, name), {})})
+            if not name:
+                node = self._modelled[owner]
+                row |= {key: node[key] for key in ("target", "flops", "bytes", "dtype")}
+            found.append({**row, **counted.get((owner, name), {})})
         return sorted(found, key=lambda row: -row["time_ns"])
 
     def _counters(self) -> dict[tuple[str, str], dict[str, float]]:
-        """The counters of each kernel outside, per call."""
+        """The counters of each row of ``outside``, per call."""
         rows = self._outside
         present = [key for key in _COUNTERS if key in rows]
         if "counters" not in rows or not present or not len(rows):
             return {}
-        keys = list(zip(rows["top_operator"], rows["name"], strict=True))
+        keys = list(zip(rows["owner"], rows["one_kernel"], strict=True))
         times = rows["duration_ns"].to_numpy(dtype="float64")
         table = counters.aggregate(rows[present].astype("float64"), times, keys)
         sums = [c.key for c in counters.COUNTERS if c.aggregation == "sum" and c.key in table]

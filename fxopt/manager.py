@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -340,7 +341,10 @@ def _plain_dicts(held: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _copy(graph: fx.Graph) -> fx.Graph:
     """A copy with the same node names; values and provenance are shared, but not the lists that hold them."""
-    copied = copy.deepcopy(graph)
+    with warnings.catch_warnings():
+        # torch's own, of the tree of inputs that a graph holds: nothing that a user could mend
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        copied = copy.deepcopy(graph)
     copied.owning_module = graph.owning_module
     for node in copied.nodes:
         node.meta = _own(node.meta)

@@ -177,7 +177,9 @@ class _NoCeilings:
 
 
 def subjects(profile: Profile, ceilings: Ceilings | None) -> Iterator[Subject]:
-    """What group rules look at: each launch of compiled code, then each kernel outside of it by operator and name."""
+    """What group rules look at: each launch of compiled code, then what is outside of it: each node whose work is
+    modelled, with all its kernels, and each other kernel by operator and name.
+    """
     rates = ceilings if ceilings is not None else _NoCeilings()
     records = LaunchRecords(profile)
     columns = (profile.nodes[name] for name in ("graph", "node", "target", "dtype"))
@@ -186,7 +188,10 @@ def subjects(profile: Profile, ceilings: Ceilings | None) -> Iterator[Subject]:
         members = [(name, *nodes.get((row["graph"], name), ("", ""))) for name in row["nodes"]]
         yield _subject(row, records.launch(row["graph"], row["launch"]), members, profile, rates)
     for outside in records.outside():
-        members = [(name, name.replace("::", "."), "") for name in outside["nodes"]]
+        if outside.get("flops") == 0 and outside.get("bytes") == 0:
+            continue  # views, and copies that were not needed: there is nothing to limit
+        target, dtype = str(outside.get("target") or ""), str(outside.get("dtype") or "")
+        members = [(name, (target or name).replace("::", "."), dtype) for name in outside["nodes"]]
         yield _subject(outside, outside, members, profile, rates)
 
 
@@ -289,11 +294,13 @@ def _facts(
     )
     outside = row.get("scope") == "kernel"
     named = outside and record["family"] in ("gemm", "gemv", "convolution") and record["precision"] in ("fp32", "")
-    if named:
-        wide = tuple(row["nodes"])  # of a kernel outside of the graphs only its name tells the type
+    if named and "dtype" not in row:
+        wide = tuple(row["nodes"])  # of a kernel whose operator's inputs are not known only its name tells the type
+    elif outside and record["precision"] not in ("fp32", ""):
+        wide = ()  # the kernel's name says that it runs on narrower units
     tf32 = _tf32(profile, [target for name, target, _ in members if name in wide])
     dtype = "bfloat16" if widening else str(row.get("dtype"))
-    if outside:
+    if outside and (record["precision"] or not row.get("dtype")):
         dtype = _PRECISIONS.get(record["precision"], "float32")
     elif tf32 and "tf32" in ceilings.flops_per_s:
         dtype = "tf32"
@@ -317,7 +324,7 @@ def _facts(
         "casts": float(casts),
         "library": record.get("family") or "unknown",
         "black_box": bool(record.get("black_box")) and not _known(row.get("flops")),
-        "product": bool(wide) or named,
+        "product": bool(wide) or (named and "dtype" not in row),
     }
 
 

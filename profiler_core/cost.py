@@ -83,7 +83,18 @@ class _Region:
     bytes: int
 
 
-_NOTHING = {"aten.empty", "aten.empty_strided", "aten._unsafe_view"}
+_NOTHING = {
+    "aten.empty",
+    "aten.empty_like",
+    "aten.empty_permuted",
+    "aten.empty_strided",
+    "aten.new_empty",
+    "aten.new_empty_strided",
+    "aten._reshape_alias",
+    "aten._unsafe_view",
+}
+# What they change in place is written, not read.
+_OVERWRITE = {"aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", "aten.uniform_", "aten.bernoulli_"}
 
 
 def node_cost(node: fx.Node) -> Cost:
@@ -139,7 +150,7 @@ def _reads(node: fx.Node) -> Iterator[tuple[fx.Node, _Region]]:
     name = packet_name(target_name(node))
     gathered = node.args[0] if name in GATHERS and node.args else None
     skipped: set[Any] = set()
-    if name in SCATTERS_IN_PLACE or name == "aten.copy_":
+    if name in SCATTERS_IN_PLACE or name in _OVERWRITE:
         skipped.add(node.args[0])  # written, not read
     if name == "mkl._mkl_linear":
         skipped.add(node.args[1])  # the packed weight: opaque, and as large as the plain one that follows it
@@ -234,7 +245,8 @@ def _is_alias(node: fx.Node) -> bool:
         return _views(node)
     if name == "prims.inductor_force_stride_order":
         return _same_strides(node)
-    return node.target.is_view
+    # squeeze_ and its kin change sizes and strides in place, and no element.
+    return node.target.is_view or torch.Tag.inplace_view in node.target.tags
 
 
 def _views(node: fx.Node) -> bool:

@@ -55,6 +55,15 @@ _MOVES = GATHERS | {
     "aten.full",
     "aten.full_like",
     "aten.fill",
+    "aten.fill_",
+    "aten.zero_",
+    "aten.zeros",
+    "aten.zeros_like",
+    "aten.ones",
+    "aten.ones_like",
+    "aten.new_zeros",
+    "aten.new_ones",
+    "aten.new_full",
     "aten.scalar_tensor",
     "aten.arange",
     "aten.repeat",
@@ -76,14 +85,29 @@ _POINTWISE = {
     "aten._to_copy",
     "aten.native_dropout",
     "aten.bernoulli",
+    "aten.bernoulli_",
+    "aten.normal_",
+    "aten.rand",
+    "aten.rand_like",
+    "aten.randn",
+    "aten.randn_like",
+    "aten.uniform_",
     "prims.inductor_random",
     "prims.inductor_seeds",
 }
 _REDUCTIONS = {
     "aten._softmax",
     "aten._log_softmax",
+    "aten._softmax_backward_data",
+    "aten._log_softmax_backward_data",
     "aten.native_layer_norm",
+    "aten.native_layer_norm_backward",
     "aten.native_group_norm",
+    "aten.native_group_norm_backward",
+    "aten.native_batch_norm",
+    "aten.native_batch_norm_backward",
+    "aten._batch_norm_impl_index",
+    "aten.cudnn_batch_norm",
     "aten._native_batch_norm_legit_no_training",
     "aten.cumsum",
     "aten.cumprod",
@@ -104,6 +128,12 @@ _MATRIX_PRODUCTS = {
     "aten.addmv",
     "aten.matmul",
     "aten.linear",
+    "aten.conv1d",
+    "aten.conv2d",
+    "aten.conv3d",
+    "aten.conv_transpose1d",
+    "aten.conv_transpose2d",
+    "aten.conv_transpose3d",
     "aten.convolution",
     "aten._convolution",
     "aten.cudnn_convolution",
@@ -209,6 +239,12 @@ def _attention(node: fx.Node, wrapped: bool) -> float:
     return 2.0 * prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
+def _attention_backward(node: fx.Node, wrapped: bool) -> float:
+    """(grad, q, k, v, ...): q k^T once more, and the gradients of the scores, q and k over D or E, of v over E."""
+    q, k, v = (argument(arg) for arg in node.args[1:4])
+    return 2.0 * prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
 def _added_vector(node: fx.Node, wrapped: bool) -> float:
     return 2.0 * argument(node.args[1]).numel
 
@@ -221,6 +257,7 @@ _OWN_FORMULAS: dict[str, Callable[[fx.Node, bool], float]] = {
     "mkldnn._convolution_pointwise_": _convolution,
     "mkldnn._convolution_transpose_pointwise": _transposed_convolution,
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten._scaled_dot_product_fused_attention_overrideable": _attention,
     "aten.scaled_dot_product_attention": _attention,
     "aten._int_mm": _linear,

@@ -184,7 +184,7 @@ def _instrumented(
         for graph, provenance in captured.graphs:
             ranges = inductor.instrumented(graph, provenance, tag=provenance.graph)
             said[provenance.graph] = stack.enter_context(ranges)
-        trace = kineto.measure(counted, iterations=iterations, warmup=1, device=device)
+        trace = kineto.measure(counted, iterations=iterations, warmup=1, device=device, shapes=True)
     first = before[-iterations]  # the calls in the trace come last
     return said, max(now - then for now, then in zip(_compiled(captured), first, strict=True)), trace
 

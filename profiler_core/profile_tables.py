@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
+    from profiler_core.attribute.eager_models import NodeModel
     from profiler_core.attribute.engine import _Attributed
     from profiler_core.attribute.rows import Rows
     from profiler_core.collect.provenance import Provenance
@@ -223,9 +224,15 @@ def _eager_names(rows: Rows, top: np.ndarray, found: _Attributed, places: dict[s
 
 
 def node_frame(
-    kernels: pd.DataFrame, provenances: Sequence[Provenance], iterations: int, places: Mapping[str, Place]
+    kernels: pd.DataFrame,
+    provenances: Sequence[Provenance],
+    iterations: int,
+    places: Mapping[str, Place],
+    models: Mapping[str, NodeModel],
 ) -> pd.DataFrame:
-    """The frame ``Profile.nodes``: the operators of every graph, then the operators outside of all graphs."""
+    """The frame ``Profile.nodes``: the operators of every graph, then the operators outside of all graphs, of which
+    ``models`` has the work.
+    """
     inside = kernels[(kernels["method"] != "none") & (kernels["iteration"] >= 0)]
     of_graph = inside[inside["launch"] != ""]
     grouped = of_graph.groupby(["graph", "launch"], sort=False)
@@ -243,16 +250,19 @@ def node_frame(
             records.append({**record, "graph": provenance.graph, "kind": "node", "share": share, "opaque": is_opaque})
     eager = inside[inside["launch"] == ""]
     if len(eager):
-        records += _eager_nodes(eager, total, iterations, places)
+        records += _eager_nodes(eager, total, iterations, places, models)
     return frame(records, NODE_COLUMNS)
 
 
-def _eager_nodes(eager: pd.DataFrame, total: int, iterations: int, places: Mapping[str, Place]) -> list[dict[str, Any]]:
+def _eager_nodes(
+    eager: pd.DataFrame, total: int, iterations: int, places: Mapping[str, Place], models: Mapping[str, NodeModel]
+) -> list[dict[str, Any]]:
     """One node per operator outside of every graph, and place where it is called, with the full time of its kernels."""
     records = []
     for node, rows in eager.groupby(eager["nodes"].str[0], sort=False):
         place = places.get(str(node)) or Place(str(node))
         operator = place.operator
+        model = models.get(str(node))
         time = int(rows["duration_ns"].sum())
         called = {str(name) for name in rows["operator"]} | {operator}
         records.append(
@@ -261,8 +271,8 @@ def _eager_nodes(eager: pd.DataFrame, total: int, iterations: int, places: Mappi
                 "node": node,
                 "kind": "operator",
                 "target": operator,
-                "shape": None,
-                "dtype": None,
+                "shape": model.shape if model else None,
+                "dtype": model.dtype if model else None,
                 "module_path": place.module_path,
                 "module_class": place.module_class,
                 "file": place.file,
@@ -276,8 +286,8 @@ def _eager_nodes(eager: pd.DataFrame, total: int, iterations: int, places: Mappi
                 "share": time / total if total else 0.0,
                 "estimate": False,
                 "fused_with": (),
-                "flops": None,
-                "bytes": None,
+                "flops": model.flops if model else None,
+                "bytes": model.bytes if model else None,
                 "launches": (),
                 "opaque": any(opaque_operator(name) for name in called) or bool(rows["opaque"].any()),
             }

@@ -62,6 +62,7 @@ RANGE_COLUMNS: dict[str, tuple[str, Any]] = {
     "sequence": ("int64", -1),  # autograd's sequence number, which a backward operator shares with its forward
     "device": ("int64", -1),
     "stream": ("int64", -1),
+    "inputs": ("int64", -1),  # the number of what the operator was given in ``Trace.inputs``, where it was recorded
 }
 # Where a kernel node of a CUDA graph was recorded: `process`, `thread` and `time_ns` of the capture.
 CAPTURE_COLUMNS: dict[str, tuple[str, Any]] = {
@@ -77,6 +78,21 @@ CAPTURE_COLUMNS: dict[str, tuple[str, Any]] = {
 
 class TraceError(ValueError):
     """A file cannot be read as a trace; the message names the file, the place and the remedy."""
+
+
+@dataclass(frozen=True)
+class OperatorInputs:
+    """What an operator was given, argument by argument in the order of its schema, as ``record_shapes`` writes it.
+
+    types: "float", "c10::BFloat16", ... of a tensor, "Scalar", "ScalarList", "TensorList", "" for None and all else.
+    dims and strides: of a tensor; () for anything else, and for a tensor without dimensions. values: of a scalar or a
+    list of them, as text; "" elsewhere.
+    """
+
+    types: tuple[str, ...]
+    dims: tuple[tuple[Any, ...], ...]
+    strides: tuple[tuple[Any, ...], ...]
+    values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -120,7 +136,7 @@ class Trace:
     torch) or "cpu", where operators are the kernels. ``wall_ns`` holds one value per iteration, taken without the
     profiler. ``meta`` holds what is known of the run: "source" (kineto, nsys), "path", "tool", "devices" (index ->
     name, capability, sm_count and other limits), "rank", "world_size". ``partial`` is non-empty where a part of the
-    file was lost, and says which.
+    file was lost, and says which. ``inputs`` holds what operators were given, each kind of call once.
     """
 
     kernels: pd.DataFrame
@@ -133,6 +149,7 @@ class Trace:
     meta: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+    inputs: tuple[OperatorInputs, ...] = ()
 
     @classmethod
     def build(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Environment variables, not torch's config: the subprocesses that tests start share the cache.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get(_MADE_HERE):  # a worker process: the controller has set it up
         return
     kept = os.environ.get(CACHE_VARIABLE)

@@ -319,7 +319,7 @@ def _keyed(side: Sequence[Part]) -> dict[tuple[Any, ...], Label]:
     found: dict[tuple[Any, ...], Label] = {}
     for number, part in enumerate(side):
         for label in part.labels:
-            where = label.launch if label.scope == "kernel" else label.nodes
+            where = (label.launch, label.nodes) if label.scope == "kernel" else label.nodes
             found.setdefault((number, label.axis.value, label.scope, where), label)
     return found
 

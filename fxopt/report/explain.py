@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxopt import graph_text
 from fxopt.report.model import GraphReport, Report
+from fxopt.report.next_step import passes_for
 from fxopt.report.subject import Part, parts
 from fxopt.report.terminal import duration, shorten
 
@@ -311,7 +312,11 @@ def _counters(profile: Profile, row: Mapping[str, Any]) -> tuple[Reading, ...]:
 
 
 def _rates(profile: Profile, row: Mapping[str, Any], launches: set[str]) -> tuple[float, float]:
-    """FLOP/s and byte/s of the launches that compute the node, modelled work over measured time."""
+    """FLOP/s and byte/s of the launches that compute the node, or of an operator outside of the graphs: modelled
+    work over measured time.
+    """
+    if row["kind"] == "operator" and row["time_ns"]:
+        return row["flops"] / row["time_ns"] * 1e9, row["bytes"] / row["time_ns"] * 1e9
     groups = profile.groups()
     mine = groups[(groups["graph"] == row["graph"]) & groups["launch"].isin(list(launches)) & (groups["time_ns"] > 0)]
     time = float(mine["time_ns"].sum())
@@ -386,14 +391,7 @@ def _next(
 
 def _answering(axes: Collection[str], graph: GraphReport | None, device: str) -> Iterator[str]:
     """Which passes answer these axes, and what came of them."""
-    import warnings
-
-    from fxopt.registry import discover
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a package of passes that does not load is told of where passes are chosen
-        found = discover().items()
-    known = sorted(name for name, p in found if device in p.devices and any(axis.value in axes for axis in p.answers))
+    known = list(passes_for(axes, device))
     if not known:
         yield "No pass of fxopt's answers that."
     elif graph is None or graph.source not in ("tuned", "plan"):

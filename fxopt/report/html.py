@@ -150,18 +150,21 @@ def _report(report: Any) -> dict[str, Any]:
 
 def _profile(profile: Profile, labels: Sequence[Label] | None, ceilings: Ceilings | None) -> dict[str, Any]:
     from fxopt.report.model import to_plain
+    from fxopt.report.next_step import next_step
     from fxopt.report.page import words
     from fxopt.report.page.data import Texts
     from fxopt.report.subject import labelled
 
     texts, part = Texts(), labelled(profile, ceilings, labels)
+    kinds = {(label.axis, label.scope): label for label in part.labels}
+    told = {kind: next_step(label, profile) for kind, label in kinds.items()}
     graph = _shared(profile, texts) | {
         "name": "Profile",
         "summary": words.summary(profile, part.labels),
         "descriptions": {},
         "report": None,
         "ceilings": to_plain(part.ceilings),
-        "labels": to_plain(list(part.labels)),
+        "labels": [{**to_plain(label), "next": told[label.axis, label.scope]} for label in part.labels],
         "missing": list(part.missing),
     }
     return _page("profile", [graph], texts) | {"messages": [], "eager": []}

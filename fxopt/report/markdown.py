@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fxopt.report.diff import Diff
 from fxopt.report.model import GraphReport, Report
+from fxopt.report.next_step import next_step
 from fxopt.report.printing import shorten
 from fxopt.report.subject import Part, parts
 from fxopt.report.terminal import TOP, by_source_line, duration, lacking, place, scientific, size
@@ -198,7 +199,11 @@ def _limits(part: Part) -> Iterable[str]:
         for axis, held in axes.items()
     ]
     found = _table(("limit", "places", "could save up to", "the largest"), rows) if rows else "No rule fired."
-    yield _folded(f"What limits it: {', '.join(axes) or 'no rule fired'}", found, *_bullets(lacking(part.missing)))
+    steps = []
+    if part.graph is None and part.profile is not None:  # of a report the candidates tell
+        steps = [f"{axis}: {next_step(held[0], part.profile)}" for axis, held in axes.items()]
+    said = _bullets([*steps, *lacking(part.missing)])
+    yield _folded(f"What limits it: {', '.join(axes) or 'no rule fired'}", found, *said)
 
 
 def _environment(part: Part) -> Iterable[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from fxopt.report.next_step import next_step
 from fxopt.report.printing import cells as _cells
 from fxopt.report.printing import heading as _heading
 from fxopt.report.printing import say as _say
@@ -335,7 +336,7 @@ def _labels(graph: GraphReport | Part, console: Console) -> None:
         where = "the graph" if labels[0].scope == "graph" else f"{len(labels)} kernel(s)"
         _say(console, f"{axis}: {where}, could save up to {duration(headroom)} a call.", indent=2)
         for label in labels[:LABELS_PER_AXIS]:
-            name = "graph" if label.scope == "graph" else shorten(label.launch or _node_names(label.nodes, 44), 44)
+            name = "graph" if label.scope == "graph" else _where(label)
             name += " (backward)" if label.backward else ""
             _say(console, f"- {name}, {duration(label.headroom_ns)}, confidence {label.confidence}", indent=4)
             if label is labels[0]:
@@ -343,11 +344,19 @@ def _labels(graph: GraphReport | Part, console: Console) -> None:
             _say(console, "; ".join(evidence_text(evidence) for evidence in label.evidence), indent=6)
         if len(labels) > LABELS_PER_AXIS:
             _say(console, f"- and {len(labels) - LABELS_PER_AXIS} more", indent=4)
+        if graph.profile is not None and not hasattr(graph, "candidates"):  # of a report the candidates tell
+            _say(console, f"Next: {next_step(labels[0], graph.profile)}", indent=4)
     missing = Counter(graph.missing)
     if len(missing) > MOST_MISSING:
         missing = Counter(lacking(graph.missing))
     for line, count in missing.items():
         _say(console, f"- {line}" + (f" ({count} times)" if count > 1 else ""), indent=2)
+
+
+def _where(label: Any) -> str:
+    """A launch by its key; outside of the graphs the node, which several kernels of a name may belong to."""
+    launch = label.launch if label.scope == "group" else ""
+    return shorten(launch or _node_names(label.nodes, 44) or label.launch, 44)
 
 
 def lacking(missing: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from profiler_core.attribute import windows as measured
 from profiler_core.attribute.claims import Claims, Graphs, by_names, by_range, by_replay, graph_of_calls, same_code
 from profiler_core.attribute.correlation import device_annotation
+from profiler_core.attribute.eager_models import eager_models
 from profiler_core.attribute.fusion_map import NOT_NAMED
 from profiler_core.attribute.rows import Rows, rows_of
 from profiler_core.collect.provenance import Provenance
@@ -45,7 +46,8 @@ def attribute(
     - with ``eager_nodes``, a kernel that was launched outside of every call of a compiled graph, or in one by an
       operator that none of its launches is named after, belongs to the outermost operator around it, which then
       stands among the nodes as one node of kind "operator", one for each module and source line whose ranges are around
-      it; without any provenance, so does every kernel that has one;
+      it; without any provenance, so does every kernel that has one. Its FLOPs and bytes are modelled where the trace
+      recorded what operators were given;
     - otherwise "none", with a reason. The nearest operator is never taken.
 
     ``provenance`` holds the compiled graphs of the trace; kernels of calls of other graphs stay unattributed and say
@@ -67,7 +69,7 @@ def attribute(
     kernels = kernel_frame(trace, rows, iteration, found, provenances, environment or {}, places)
     return Profile(
         kernels=kernels,
-        nodes=node_frame(kernels, provenances, count, places),
+        nodes=node_frame(kernels, provenances, count, places, eager_models(trace, rows, kernels, count)),
         environment=dict(environment or {}),
         iterations=count,
         wall_ns=float(median(trace.wall_ns)) if trace.wall_ns else float("nan"),

@@ -24,6 +24,7 @@ from profiler_core.trace import (
     KERNEL_COLUMNS,
     LONGEST_NS,
     RANGE_COLUMNS,
+    OperatorInputs,
     Trace,
     TraceError,
 )
@@ -124,6 +125,7 @@ def parse(
         meta=meta,
         notes=tuple(notes),
         partial=tuple(partial),
+        inputs=tuple(columns.inputs),
     )
 
 
@@ -173,6 +175,8 @@ class _Columns:
     dropped: _Dropped = field(default_factory=_Dropped)
     left_out: Counter[str] = field(default_factory=Counter)
     threads: dict[int, str] = field(default_factory=dict)
+    inputs: list[OperatorInputs] = field(default_factory=list)  # each once
+    numbers: dict[str, int] = field(default_factory=dict)  # their places there, by their text
 
     def iterations(self) -> int:
         names = {n for n, c in zip(self.range_names, self.range_categories, strict=True) if c != "device"}
@@ -301,6 +305,7 @@ def _collect(events: Iterable[Any]) -> _Columns:
             on = (thread, -1) if kind != "device" else (-1, process)
             stream = -1 if kind != "device" else thread
             row = (process, on[0], start, start + duration, external, args.get("Sequence number", -1), on[1], stream)
+            row = (*row, _inputs(out, args) if "Input Dims" in args else -1)
             _append(out, out.ranges, row, _RANGE_FIELDS, RANGE_COLUMNS, index)
         elif kind == "call":
             out.call_names.append(name)
@@ -331,6 +336,24 @@ def _collect(events: Iterable[Any]) -> _Columns:
         for index, event in stack:
             out.dropped.drop(index, event.get("name", ""), "it begins and never ends")
     return out
+
+
+def _inputs(out: _Columns, args: Mapping[str, Any]) -> int:
+    """The number of what an operator was given, -1 where that is not to be read."""
+    parts: list[Any] = [args.get(name) for name in ("Input type", "Input Dims", "Input Strides", "Concrete Inputs")]
+    if any(type(part) is not list for part in parts) or len({len(part) for part in parts}) != 1:
+        return -1
+    key = repr(parts)
+    if key not in out.numbers:
+        types, dims, strides, values = parts
+        found = (tuple(map(str, types)), tuple(map(_tuple, dims)), tuple(map(_tuple, strides)), tuple(map(str, values)))
+        out.numbers[key] = len(out.inputs)
+        out.inputs.append(OperatorInputs(*found))
+    return out.numbers[key]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(_tuple(item) if type(item) is list else item for item in value) if type(value) is list else ()
 
 
 def _append(

@@ -41,7 +41,7 @@ class Window:
             torch.cuda.synchronize()
         threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=not self.on_gpu)
         self._profiler: Any = torch.profiler.profile(
-            activities=activities, acc_events=True, experimental_config=threads
+            activities=activities, acc_events=True, experimental_config=threads, record_shapes=True
         )
         self._profiler.__enter__()
         self.calls = 0

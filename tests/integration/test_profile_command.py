@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from fxopt.cli import run
+from fxopt.report.subject import labelled
 from fxopt.script import Target, run_profiled
+from profiler_core import roofline
+from profiler_core.environment import environment
 from profiler_core.profiles import Profile
+from profiler_core.roofline import Ceilings
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "fixtures" / "scripts"
@@ -182,7 +186,7 @@ def test_ctrl_c_ends_it_with_130_and_leaves_nothing_behind(tmp_path):
     script.write_text(
         "import os, signal, torch\n"
         "model = torch.nn.Linear(4, 4)\n"
-        "for step in range(10**9):\n"
+        "for step in range(10**4):\n"  # and no more, should the signal be ignored
         "    model(torch.ones(4))\n"
         "    if step == 6:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
@@ -193,3 +197,36 @@ def test_ctrl_c_ends_it_with_130_and_leaves_nothing_behind(tmp_path):
     assert "KeyboardInterrupt" in done.stderr and "fxopt/script.py" not in done.stderr
     assert Profile.load(page).iterations == 4
     assert list(folder.iterdir()) == []
+
+
+def test_an_eager_script_is_told_why_it_is_slow_and_what_to_do_next(tmp_path, in_scripts, monkeypatch, capsys):
+    monkeypatch.setenv("FXOPT_PLAN_DIR", str(tmp_path))
+    device = torch.device("cpu")
+    # A device that could be far faster than this one: what is labelled does not depend on what else runs here.
+    rates = {"float32": 1e17, "bfloat16": 2e17}
+    known = Ceilings(str(environment(device)["device_name"]), 1e12, rates, "2026-01-01T00:00:00+00:00")
+    file = roofline.kept_at(device, tmp_path / "ceilings")
+    file.parent.mkdir()
+    file.write_text(json.dumps(known.to_json()))
+    saved, page = tmp_path / "profile.json", tmp_path / "page.html"
+    assert run(["profile", "one_product.py", "--save", str(saved), "--html", str(page)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    line = line_of("one_product.py", "return self.wide(x)")
+    limits = told[told.index("What limits it") :]
+    assert "tensor_core_idle: 1 kernel(s), could save up to" in limits
+    assert f"- aten::linear@wide:{line}, " in limits and "A float32 matrix product (3.36e+07 FLOP)" in limits
+    assert "Next: fxopt optimize, or torch.compile(model" in limits
+    assert "with --precision bf16 also bf16_graph" in limits
+    linear = Profile.load(saved).nodes.set_index("node").loc[f"aten::linear@wide:{line}"]
+    assert linear["flops"] == 2 * 64 * 512 * 512 and linear["bytes"] == 4 * (2 * 64 * 512 + 512 * 512 + 512)
+    assert (linear["dtype"], tuple(linear["shape"])) == ("float32", (64, 512))
+    label, *_ = (x for x in labelled(Profile.load(saved), known).labels if x.axis.value == "tensor_core_idle")
+    assert label.nodes == (f"aten::linear@wide:{line}",)
+    assert page.stat().st_size > 100_000
+
+
+def test_no_ceilings_measures_none(tmp_path, in_scripts, monkeypatch, capsys):
+    monkeypatch.setenv("FXOPT_PLAN_DIR", str(tmp_path / "plans"))
+    assert run(["profile", "one_product.py", "--no-ceilings"]) == 0
+    assert "no ceilings of" in capsys.readouterr().out
+    assert not (tmp_path / "plans" / "ceilings").exists()

@@ -145,3 +145,15 @@ def test_a_pass_that_cannot_be_loaded_is_a_warning_beside_the_others(capsys, mon
     monkeypatch.setattr(registry, "discover", lambda: warnings.warn("broken one", stacklevel=1) or {})
     assert run(["passes", "list"]) == 0
     assert "fxopt: warning: broken one" in capsys.readouterr().err
+
+
+def test_deprecations_in_what_passes_import_are_no_warnings_of_the_list(capsys, monkeypatch):
+    import warnings
+
+    from fxopt import registry
+
+    monkeypatch.setattr(registry, "discover", lambda: warnings.warn("old one", DeprecationWarning, stacklevel=1) or {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as Python does by itself
+        assert run(["passes", "list"]) == 0
+    assert "old one" not in capsys.readouterr().err

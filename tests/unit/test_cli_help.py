@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,18 @@ def test_ctrl_c_is_an_exit_code_and_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "examine", interrupted)
     assert run(["doctor"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch):
+    from fxopt import doctor
+
+    def closed():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(doctor, "examine", closed)
+    for stream in ("stdout", "stderr"):  # typer replaces both
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    assert run(["doctor"]) == 0
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_runs(capsys, tmp_path):

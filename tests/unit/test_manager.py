@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -684,3 +685,12 @@ def test_a_limit_leaves_out_config_and_runtime_passes_whole(builder):
     assert [(r.matched, r.rewritten) for r in build.reports] == [(1, 1), (0, 0)]
     assert build.reports[1].refused == (("graph", "bisect limit 1"),)
     assert build.errors == [] and build.effective
+
+
+def test_copying_a_graph_that_holds_a_tree_of_inputs_shows_no_warning_of_torch(recwarn):
+    gm = trace(lambda x: x.relu(), torch.randn(4))
+    tree = torch.utils._pytree.tree_structure(((0,), {}))
+    gm.graph.set_codegen(torch.fx.graph._PyTreeCodeGen(torch.fx.graph._PyTreeInfo(["x"], tree, None)))
+    warnings.simplefilter("always")
+    assert run_pass(Relu(), gm.graph, CONTEXT).rewritten == 1
+    assert [str(w.message) for w in recwarn if "treespec" in str(w.message)] == []

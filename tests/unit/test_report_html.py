@@ -145,6 +145,15 @@ def test_an_unchanged_graph_says_why(source: str, said: str) -> None:
     assert "torch.compile's own code" in told["headline"]
 
 
+def test_a_graph_whose_time_was_up_before_a_rewrite_is_not_said_to_have_none() -> None:
+    graph = made_reports.graph()
+    graph.decision, graph.ratio, graph.source, graph.candidates = "baseline", None, "tuned", []
+    graph.out_of_reach = ["freeze_weights: weights may change between calls"]
+    assert words.summary(graph.profile, graph.labels, graph)["detail"] == "No rewrite applies here."
+    graph.out_of_reach.append("causal_mask: not tried, the time limit of 30 s is spent")
+    assert "time limit was spent" in words.summary(graph.profile, graph.labels, graph)["detail"]
+
+
 def test_where_the_time_goes_adds_up() -> None:
     profile = large_profile(400)
     where = words.summary(profile, [])["answers"][1]

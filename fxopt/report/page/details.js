@@ -13,9 +13,10 @@ function labelBlock(label, withPlace = false) {
   const axis = DATA.axes[label.axis];
   return el("div", { class: "label" },
     el("p", null, el("b", null, axisName(label.axis)), `: could save up to ${duration(label.headroom_ns)} a call · confidence ${label.confidence}`,
-      withPlace && label.launch ? [" · ", named(label.launch, 70)] : null),
+      withPlace && label.launch ? [" · ", named(label.scope === "kernel" && label.nodes.length ? label.nodes.join(", ") : label.launch, 70)] : null),
     el("p", null, label.why),
     axis && axis.answer ? el("p", { class: "soft small" }, `What answers it: ${axis.answer}.`) : null,
+    label.next ? el("p", { class: "soft small" }, `Next: ${label.next}`) : null,
     el("ul", { class: "evidence" }, label.evidence.map((item) => el("li", null, el("span", { class: "soft" }, `${item.metric} `),
       sourced(quantity(item.value, item.unit), item.source), item.threshold === null ? null : el("span", { class: "soft" }, ` held against ${quantity(item.threshold, item.unit)}`)))),
     label.reference ? el("p", { class: "soft small" }, `Rule: ${label.reference}`) : null);
@@ -139,13 +140,13 @@ function kernelDetail(graph, i) {
       ["how they were found", k.method[i] === "none" ? "" : `${k.method[i].replaceAll("_", " ")}, confidence ${k.confidence[i]}`],
       ["other claims", k.evidence[i].join(" ")],
     ]),
-    group !== undefined ? sourceOfLaunch(graph, group) : null, labelsBlock(graph.labelsOfLaunch(launch || k.name[i])), countersBlock(graph, [i]));
+    group !== undefined ? sourceOfLaunch(graph, group) : null, labelsBlock(graph.labelsOfKernel(i)), countersBlock(graph, [i]));
 }
 
 function nameDetail(graph, name) {
   const k = graph.kernels, rows = graph.nameRows.get(name), longest = rows.reduce((a, b) => (k.duration_ns[b] > k.duration_ns[a] ? b : a));
   const times = rows.map((i) => k.duration_ns[i]).sort((a, b) => a - b), nodes = [...new Set(rows.flatMap((i) => k.nodes[i]))];
-  const labels = new Set(rows.flatMap((i) => graph.labelsOfLaunch(k.launch[i] || k.name[i])));
+  const labels = new Set(rows.flatMap((i) => graph.labelsOfKernel(i)));
   return el("div", { class: "detail" }, el("div", { class: "columns" },
     el("div", null, el("h4", null, "Kernel"), facts([
       ...kernelFacts(graph, longest), ["launches", `${rows.length} in ${count(graph.calls, "call")}`],

@@ -59,6 +59,12 @@ class Graph {
   // Longest first; a launch's labels, or those of a kernel outside of every graph by its name.
   labelsOfLaunch(launch) { return this.launchLabels.get(launch) || []; }
 
+  // Outside of the graphs the labels of one node are not those of another that runs a kernel of the same name.
+  labelsOfKernel(i) {
+    const k = this.kernels, found = this.labelsOfLaunch(k.launch[i] || k.name[i]);
+    return k.launch[i] ? found : found.filter((label) => !label.nodes.some((node) => this.nodeOf.has(pair("", node))) || label.nodes.some((node) => k.nodes[i].includes(node)));
+  }
+
   labelsOfNode(i) {
     const launches = new Set(this.nodes.launches[i]);
     const own = this.nodeLabels.get(this.nodes.node[i]) || [];

@@ -41,7 +41,7 @@ function graphsSection(graphs, choose) {
   const sum = (key) => graphs.reduce((total, graph) => total + ((graph.report && graph.report[key]) || 0), 0);
   const before = sum("baseline_wall_ns"), after = sum("kept_wall_ns");
   if (before && after) rows.push([el("b", null, "all graphs, one call of each"), "", duration(before), duration(after), `${(before / after).toFixed(2)}×`, ""]);
-  return section("graphs", `${graphs.length} graphs`, "TorchDynamo cut the model into several graphs (TORCH_LOGS=graph_breaks says why). Everything below is about the chosen one.",
+  return section("graphs", `${graphs.length} graphs`, "Parts of a model that TorchDynamo cut (TORCH_LOGS=graph_breaks says why), the same code for other shapes or modes (TORCH_LOGS=recompiles), or several models. Everything below is about the chosen one.",
     simpleTable("", ["graph", "code", "before", "now", "faster", "rewrites"], rows, [2, 3, 4]));
 }
 

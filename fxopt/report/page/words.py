@@ -164,6 +164,8 @@ def _headline(profile: Profile | None, graph: GraphReport | None) -> tuple[str, 
             f"Nothing was changed: torch.compile's own code is kept.{wall}",
             f"Tried: {tried}. None is both right and faster beyond doubt."
             if graph.candidates
+            else "The time limit was spent before a rewrite could be tried."
+            if any(": not tried, the time limit " in line for line in graph.out_of_reach)
             else "No rewrite applies here.",
         )
     return "torch.compile's own code runs.", _SOURCES.get(graph.source, "")
