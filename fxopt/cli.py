@@ -39,9 +39,12 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(exit_.__context__, BrokenPipeError):  # typer's exit 1: its reader has seen enough
             return 0
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except (CliError, OptionError, PlanStoreError) as error:
+    except (CliError, PlanStoreError) as error:
         print(f"fxopt: error: {error}", file=sys.stderr)
         return 1
+    except OptionError as error:  # a value on the command line, or in a variable that stands for one
+        print(f"fxopt: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("fxopt: interrupted", file=sys.stderr)
         return 130
@@ -68,6 +71,20 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=markup,
     )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            pairs(_versions(), False)
+            raise typer.Exit()
+
+    @app.callback()
+    def top(
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="The versions of fxopt, torch and Python."
+        ),
+    ) -> None:
+        pass
+
     cli_doctor.add_commands(app)
     cli_run.add_commands(app)
     cli_report.add_commands(app)

@@ -20,6 +20,7 @@ from fxopt.frozen import StaleWeights
 from fxopt.report.model import GraphReport, Report
 from fxopt.torch_api import rnn as tracing
 from fxopt.tuner import FxoptWarning
+from fxopt.warning import warn
 
 #: after this many changes of the weights they are no longer folded: each fold compiles, and Dynamo stops at eight
 MOST_FOLDS = 4
@@ -72,6 +73,7 @@ class OptimizedModule(nn.Module):
         self._mode, self._options = mode, dict(options)
         self._check_weights = check_weights
         self._folds = 0
+        self._told_of_gradients = False
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         # The modules' own dicts, for load_state_dict(assign=True) puts other tensors into them.
         self._counting = [m._buffers for m in model.modules() if m._buffers.get(_COUNTER) is not None]
@@ -99,12 +101,24 @@ class OptimizedModule(nn.Module):
         counters = [held.get(_COUNTER) for held in self._counting]
         return [-1 if counter is None or counter.is_inference() else counter._version for counter in counters]
 
+    def _tell_of_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Warns once of a call whose input asks for a gradient. That parameters do says nothing: they nearly all do."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if any(value.requires_grad for value in given):
+            self._told_of_gradients = True
+            warn(
+                "an input requires a gradient, but an optimised model in eval mode runs without: nothing reaches it "
+                "through this model; train() brings the original model back, and torch.no_grad() ends this warning"
+            )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
             _warn_of_export()
             return self.model(*args, **kwargs)
         if self.model.training:
             return self.model(*args, **kwargs)
+        if torch.is_grad_enabled() and not self._told_of_gradients:
+            self._tell_of_gradients(args, kwargs)
         if self._counted is not None and self._count_updates() != self._counted:
             self._fold_again("the statistics of a batch normalisation have changed", shared=False)
         while True:

@@ -726,3 +726,17 @@ def test_a_plan_that_gives_up_accuracy_holds_for_the_weights_it_was_verified_wit
     assert key(block, "fp32") == key(other, "fp32")
     for precision in ("bf16", 1e-2):
         assert key(block, precision) == key(block, precision) != key(other, precision)
+
+
+def test_an_input_that_wants_a_gradient_is_told_once_that_it_gets_none(block, x):
+    fast = fxopt.optimize(block, (x,), passes=[], **QUICK)
+    asked = x.clone().requires_grad_()
+    with pytest.warns(FxoptWarning, match="an input requires a gradient, but an optimised model in eval mode"):
+        y = fast(asked)
+    assert not y.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxoptWarning)
+        fast(asked)
+        fast(x)
+    fast.train()(asked).sum().backward()
+    assert asked.grad is not None

@@ -239,7 +239,7 @@ def test_rules_marks_what_a_file_or_the_environment_overrides(capsys, tmp_path, 
 def test_a_file_with_an_unknown_threshold_is_refused_with_the_nearest(capsys, tmp_path):
     file = tmp_path / "limits.toml"
     file.write_text("[launch_bound]\nlaunch_gab = 0.5\n")
-    assert run(["rules", "--thresholds", str(file)]) == 1
+    assert run(["rules", "--thresholds", str(file)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "'launch_bound.launch_gab'" in captured.err and "launch_bound.launch_gap" in captured.err
@@ -396,7 +396,7 @@ def test_a_broken_plan_is_an_error_without_a_traceback(capsys, store):
 
 def test_a_bad_environment_variable_is_an_error_that_names_it(capsys, monkeypatch):
     monkeypatch.setenv("FXOPT_PAIRS", "lots")
-    assert run(["plans", "list"]) == 1
+    assert run(["plans", "list"]) == 2
     assert "environment variable FXOPT_PAIRS" in capsys.readouterr().err
 
 
@@ -444,3 +444,20 @@ def test_the_command_line_imports_nothing_heavy(script, heavy):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_told_as_other_commands_tell_it(capsys):
+    assert run(["--version"]) == 0
+    option = capsys.readouterr().out
+    assert run(["version"]) == 0
+    assert option == capsys.readouterr().out and "fxopt" in option and "torch" in option
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--precision", "fp12"], ["-o", "nosuch=1"], ["--time-limit", "-3"], ["--objective", "foo"]]
+)
+def test_an_option_that_is_none_is_a_wrong_command_line(tmp_path, capsys, arguments):
+    script = tmp_path / "nothing.py"
+    script.write_text("raise SystemExit('it was run')\n")
+    assert run(["optimize", *arguments, str(script)]) == 2
+    assert "it was run" not in capsys.readouterr().err
