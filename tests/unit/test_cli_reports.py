@@ -89,7 +89,7 @@ def test_two_files_are_compared(saved, trace, capsys):
 
 @pytest.mark.parametrize(
     "text, said",
-    [(None, "no such file"), ("", "empty"), ("{", "line 1"), ('{"graphs": 3}', "schema"), ("hello", "not JSON")],
+    [(None, "no such file"), ("", "empty"), ("{", "line 1"), ('{"graphs": 3}', "profile"), ("hello", "not JSON")],
 )
 @pytest.mark.parametrize("command", ["report", "load"])
 def test_a_file_that_cannot_be_read_is_an_error_with_its_name(tmp_path, capsys, command, text, said):
