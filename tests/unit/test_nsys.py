@@ -195,7 +195,7 @@ def test_what_emit_nvtx_appends_to_a_name_is_taken_off(
     (got,) = read(file, ranges=[nvtx(10, 20, text)]).ranges.to_dict("records")
     assert got == {
         **{"name": name, "category": category, "sequence": sequence, "external_id": 0},
-        **{"process": PID, "thread": TID, "start_ns": 10, "end_ns": 20, "device": -1, "stream": -1},
+        **{"process": PID, "thread": TID, "start_ns": 10, "end_ns": 20, "device": -1, "stream": -1, "inputs": -1},
     }
 
 
