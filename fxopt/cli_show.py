@@ -196,10 +196,12 @@ def program_command() -> Any:
 def option_values(given: Sequence[str], **direct: Any) -> dict[str, Any]:
     """fxopt's options from ``key=value`` texts and from those that have a flag of their own."""
     found = {name: value for name, value in direct.items() if value is not None}
+    from fxopt.options import OptionError
+
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise CliError(f"--option {text}: expected key=value, such as pairs=10; `fxopt options` lists them")
+            raise OptionError(f"--option {text}: expected key=value, such as pairs=10; `fxopt options` lists them")
         found[name] = _literal(value)
     return found
 

@@ -15,25 +15,11 @@ from torch import fx
 
 from fxopt import effects
 from fxopt.effects import Effects
-from fxopt.registry import InvariantError
+from fxopt.registry import PROVENANCE_META, InvariantError
 from fxopt.torch_api import values
 from fxopt.torch_api.inductor import lowers
 
 __all__ = ["PROVENANCE_META", "RULES", "check", "lint"]
-
-#: meta that says where a node comes from; new nodes inherit it from the node they replace
-PROVENANCE_META = (
-    "stack_trace",
-    "nn_module_stack",
-    "source_fn_stack",
-    "original_aten",
-    "from_node",
-    "seq_nr",
-    "custom",
-    # of a backward node: where the forward node comes from that it is the gradient of
-    "fwd_nn_module_stack",
-    "fwd_source_fn_stack",
-)
 
 #: Every rule by name.
 RULES: dict[str, str] = {

@@ -45,6 +45,20 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "fxopt.passes"
 
+#: meta that says where a node comes from; new nodes inherit it from the node they replace
+PROVENANCE_META = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "original_aten",
+    "from_node",
+    "seq_nr",
+    "custom",
+    # of a backward node: where the forward node comes from that it is the gradient of
+    "fwd_nn_module_stack",
+    "fwd_source_fn_stack",
+)
+
 
 class Stage(str, Enum):
     """Where a pass works, in the order in which the stages run."""

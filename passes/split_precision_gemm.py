@@ -31,9 +31,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxopt.invariants import PROVENANCE_META
 from fxopt.labels import Axis
-from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
+from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.verify import Precision
 from passes.kernels import launch
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT

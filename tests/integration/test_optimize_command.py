@@ -51,7 +51,7 @@ def test_a_program_without_a_model_is_told(tmp_path, capsys):
 
 @pytest.mark.parametrize("wrong, said", [("pairs=2", "pairs"), ("paris=6", "paris"), ("pairs", "key=value")])
 def test_a_wrong_option_is_told_before_the_program_runs(capsys, wrong, said):
-    assert run(["optimize", "-m", "package", "-o", wrong, "--", "3"]) == 1
+    assert run(["optimize", "-m", "package", "-o", wrong, "--", "3"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err
 
