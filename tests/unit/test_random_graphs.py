@@ -432,7 +432,8 @@ def test_promotion_reaches_every_operator_that_it_knows_on_the_cpu():
         rewritten.update(n.target for n in nodes(graph) if n.target in OPERANDS and n.name not in refused)
 
     for_all(testing.graphs(["matmul", "convolution", "attention"]), 200, look)
-    assert set(rewritten) == set(OPERANDS) - {aten._scaled_dot_product_efficient_attention.default}
+    forward = {operator for operator in OPERANDS if "backward" not in str(operator)}  # no gradients are asked for here
+    assert set(rewritten) == forward - {aten._scaled_dot_product_efficient_attention.default}
 
 
 # ---------------------------------------------------------------- CUDA graphs without a card
