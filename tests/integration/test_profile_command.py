@@ -26,7 +26,12 @@ SCRIPTS = ROOT / "tests" / "fixtures" / "scripts"
 @pytest.fixture
 def in_scripts(monkeypatch, fresh_dynamo):
     monkeypatch.chdir(SCRIPTS)
+    forget_package()  # that another test has imported, perhaps from elsewhere
     yield
+    forget_package()
+
+
+def forget_package() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
         del sys.modules[name]
 
