@@ -145,6 +145,8 @@ class Builder:
             # What a runtime pass wraps, and what shows what a config pass did, is the backward as well.
             capture = bool(configured) or (bool(runtime) and self.context.grad)
             compiled = self._compile(patches, slots, freeze, compute, keep_guards, capture=capture)
+            if self.record:
+                _wake(self.context.device)
         for p, accepted, configuration in configured:
             reports[p.name] = self._took_effect(p, reports[p.name], compiled, accepted)
             self._dump(p, reports[p.name], configuration)
@@ -254,8 +256,6 @@ class Builder:
         if self.dumper is not None or self.bisection is not None:
             return compile_once(caches=False)
         compiled = compile_once(caches=True)
-        if self.record:
-            _wake(self.context.device)
         if slots and not all(slot.ran for slot in slots.values()):
             # A cache served the code. What the passes did then was written down, or has to be found out again.
             if not _read_reports(kept, slots):

@@ -195,9 +195,9 @@ def program_command() -> Any:
 
 def option_values(given: Sequence[str], **direct: Any) -> dict[str, Any]:
     """fxopt's options from ``key=value`` texts and from those that have a flag of their own."""
-    found = {name: value for name, value in direct.items() if value is not None}
     from fxopt.options import OptionError
 
+    found = {name: value for name, value in direct.items() if value is not None}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,3 +83,17 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def in_scripts(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[None]:
+    """In the folder of the programs that were not written for fxopt, whose package nobody has imported."""
+    monkeypatch.chdir(REPOSITORY / "tests" / "fixtures" / "scripts")
+    _forget_package()  # another test may have imported one of this name, perhaps from elsewhere
+    yield
+    _forget_package()
+
+
+def _forget_package() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
+        del sys.modules[name]

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from fxopt.cli import run
 from fxopt.report.model import Report
 
-SCRIPTS = Path(__file__).parents[1] / "fixtures" / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def in_scripts(monkeypatch, fresh_dynamo):
-    monkeypatch.chdir(SCRIPTS)
-    forget_package()  # that another test has imported, perhaps from elsewhere
-    yield
-    forget_package()
-
-
-def forget_package() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("in_scripts")
 
 
 def test_a_program_that_compiles_nothing_runs_on_the_backend(tmp_path, capsys):

@@ -23,19 +23,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "fixtures" / "scripts"
 
 
-@pytest.fixture
-def in_scripts(monkeypatch, fresh_dynamo):
-    monkeypatch.chdir(SCRIPTS)
-    forget_package()  # that another test has imported, perhaps from elsewhere
-    yield
-    forget_package()
-
-
-def forget_package() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
-        del sys.modules[name]
-
-
 def profiled(tmp_path: Path, *arguments: str) -> Profile:
     file = tmp_path / "profile.json"
     options = [*arguments[: arguments.index("--")]] if "--" in arguments else [*arguments]
