@@ -198,8 +198,8 @@ def _fxopt(
         optimized = fxopt.optimize(net, inputs, **options)
         reports.append(optimized.report)
         return optimized
-    known = {id(graph) for graph in fxopt.recent_reports()}
     step = TrainingStep(net, torch.compile(net, backend="profile_guided", options=options))
-    step.check(*inputs)  # compiles; the report exists only then
-    reports.append(Report([graph for graph in fxopt.recent_reports() if id(graph) not in known]))
+    with fxopt.collect_reports() as graphs:  # they exist only when it has been called
+        step.check(*inputs)
+    reports.append(Report(graphs))
     return step

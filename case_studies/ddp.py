@@ -126,18 +126,16 @@ def build(job: Job, column: Column, model: nn.Module, ids: torch.Tensor) -> dict
     import fxopt
 
     started = time.perf_counter()
-    known = {id(report) for report in fxopt.recent_reports()}
     how: dict[str, Any] = {"options": runner.kernel_events(job.device)}
     if column.name.startswith("fxopt"):
         options = {"precision": column.precision, "time_limit": job.tuning_limit, **runner.kernel_events(job.device)}
         if job.plan_dir is not None:
             options["plan_dir"] = str(job.plan_dir)
         how = {"backend": "profile_guided", "options": options}
-    with bucketed(column.split):
+    with bucketed(column.split), fxopt.collect_reports() as column.reports:
         column.step = Step(own(model, column.name), job.device, **how)
         found = column.step.check(mine(job, ids))
     column.compile_seconds = time.perf_counter() - started
-    column.reports = [report for report in fxopt.recent_reports() if id(report) not in known]
     return found
 
 

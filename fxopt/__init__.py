@@ -15,19 +15,29 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fxopt.registry import register
-    from fxopt.report.model import full_report, last_report, recent_reports
+    from fxopt.report.model import collect_reports, full_report, last_report, recent_reports
     from fxopt.session import OptimizedModule, optimize
 
 _LAZY = {
     "OptimizedModule": "fxopt.session",
     "optimize": "fxopt.session",
+    "collect_reports": "fxopt.report.model",
     "full_report": "fxopt.report.model",
     "last_report": "fxopt.report.model",
     "recent_reports": "fxopt.report.model",
     "register": "fxopt.registry",
 }
 
-__all__ = ["OptimizedModule", "__version__", "full_report", "last_report", "optimize", "recent_reports", "register"]
+__all__ = [
+    "OptimizedModule",
+    "__version__",
+    "collect_reports",
+    "full_report",
+    "last_report",
+    "optimize",
+    "recent_reports",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -53,7 +53,7 @@ class Comparison:
 def measure(work: Work, options: Mapping[str, Any], *, pairs: int = 30) -> Comparison:
     """Times the work in its three forms. Raises NothingToMeasure for a model in training mode."""
     import fxopt
-    from fxopt.report.model import recent_reports
+    from fxopt.report.model import collect_reports
 
     if work.model is not None and work.model.training:
         raise NothingToMeasure(
@@ -69,11 +69,10 @@ def measure(work: Work, options: Mapping[str, Any], *, pairs: int = 30) -> Compa
             forms["fxopt"] = lambda: fast(*work.args, **work.kwargs)
             graphs = fast.report.graphs
         else:
-            before = len(recent_reports())
             forms["Inductor"] = torch.compile(work.call)
             forms["fxopt"] = torch.compile(work.call, backend="profile_guided", options=dict(options))
-            forms["fxopt"]()
-            graphs = recent_reports()[before:]
+            with collect_reports() as graphs:
+                forms["fxopt"]()
         expected = _tensors(forms["eager"]())
         error = _distance(expected, _tensors(forms["fxopt"]()))
         device = next((tensor.device for tensor in expected), _device())

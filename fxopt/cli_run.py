@@ -245,13 +245,12 @@ def _known(profile: Any, wanted: Wanted) -> dict[str, Any]:
 def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int:
     """The exit code: the program's own where it has one, 1 where no graph reached the backend."""
     quiet_kineto()
-    from fxopt.report.model import Report, recent_reports
+    from fxopt.report.model import Report, collect_reports
     from fxopt.rerouted import rerouted
     from fxopt.script import Outcome, TargetError, as_main, run, work_of
 
     wanted.say(f"running {target.command}; the first call of each graph is measured and tuned")
     outcome, state = Outcome(), None
-    before = len(recent_reports())
     running = {"verbose": not wanted.quiet, **options}
     try:
         with stdout_kept_for_the_result(wanted):
@@ -259,9 +258,9 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
                 with as_main(target):
                     report, line = _optimized_function(work_of(target), options, running)
             else:
-                with rerouted(running) as state:
+                with collect_reports() as graphs, rerouted(running) as state:
                     outcome = run(target)
-                report, line = Report(graphs=recent_reports()[before:]), _line(state, options)
+                report, line = Report(graphs=graphs), _line(state, options)
     except TargetError as error:
         raise CliError(str(error)) from error
     if state is not None:
@@ -281,7 +280,7 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
 def _optimized_function(work: Any, options: dict[str, Any], running: dict[str, Any]) -> tuple[Report, str]:
     """``running``: the options with those that are for this run alone."""
     import fxopt
-    from fxopt.report.model import Report, recent_reports
+    from fxopt.report.model import Report, collect_reports
     from fxopt.rerouted import rerouted
 
     given = "".join(f", {name}={spelt(value)}" for name, value in options.items())
@@ -292,10 +291,9 @@ def _optimized_function(work: Any, options: dict[str, Any], running: dict[str, A
             )
         fast = fxopt.optimize(work.model, work.kwargs or work.args, **running)
         return fast.report, f"model = fxopt.optimize(model, inputs{given})"
-    before = len(recent_reports())
-    with rerouted(running) as state:
+    with collect_reports() as graphs, rerouted(running) as state:
         work.call()
-    return Report(graphs=recent_reports()[before:]), _line(state, options)
+    return Report(graphs=graphs), _line(state, options)
 
 
 def _line(state: Rerouted, options: dict[str, Any]) -> str:

@@ -120,9 +120,8 @@ def check_under(model: Any, under: str, plans: Path) -> Iterator[dict[str, Any]]
             right[session] = zoo_observe.observe(model, under, around(lambda fn, call: fn))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            before = set(map(id, fxopt.recent_reports()))
-            seen = zoo_observe.observe(model, under, run)
-        graphs = [graph for graph in fxopt.recent_reports() if id(graph) not in before]
+            with fxopt.collect_reports() as graphs:
+                seen = zoo_observe.observe(model, under, run)
         warned = dict.fromkeys(str(w.message) for w in caught if w.category.__name__ == "FxoptWarning")
         mine, largest = zoo_observe.differences(right[session], seen, model.tolerance)
         rows: list[dict[str, Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -272,10 +273,28 @@ def to_plain(value: Any) -> Any:
 MOST_REMEMBERED = 64
 #: reports of graphs compiled through torch.compile, the newest last
 _recent: deque[GraphReport] = deque(maxlen=MOST_REMEMBERED)
+#: the lists that `collect_reports` fills at present
+_collecting: list[list[GraphReport]] = []
 
 
 def remember(report: GraphReport) -> None:
     _recent.append(report)
+    for found in list(_collecting):
+        found.append(report)
+
+
+@contextlib.contextmanager
+def collect_reports() -> Iterator[list[GraphReport]]:
+    """A list that gets the report of every graph that `profile_guided` compiles in the block, by whichever thread, and
+    however many there are: ``with fxopt.collect_reports() as graphs: model(x)``.
+    """
+    found: list[GraphReport] = []
+    _collecting.append(found)
+    try:
+        yield found
+    finally:
+        # by identity: two lists can be equal, and blocks of two threads need not end in the order they began in
+        _collecting[:] = [other for other in _collecting if other is not found]
 
 
 def recent_reports() -> list[GraphReport]:

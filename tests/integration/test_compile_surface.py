@@ -36,9 +36,9 @@ def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def new_reports() -> Callable[[], list[Any]]:
-    before = set(map(id, fxopt.recent_reports()))
-    return lambda: [report for report in fxopt.recent_reports() if id(report) not in before]
+def new_reports() -> Iterator[Callable[[], list[Any]]]:
+    with fxopt.collect_reports() as found:
+        yield lambda: found
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
