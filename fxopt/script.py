@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,10 @@ class Outcome:
     code: int = 0
     error: BaseException | None = None
 
+    @property
+    def interrupted(self) -> bool:
+        return isinstance(self.error, KeyboardInterrupt)
+
 
 def run(target: Target) -> Outcome:
     """Run a script or a module as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, to its end.
@@ -101,7 +106,8 @@ def run(target: Target) -> Outcome:
         except SystemExit as ended:
             return Outcome(_exit_code(ended), ended)
         except KeyboardInterrupt as error:
-            print_error(error)
+            if not _while_tuning(error):
+                print_error(error)
             return Outcome(INTERRUPTED, error)
         except ImportError as error:
             if target.kind == "module" and _of_runpy(error):
@@ -223,13 +229,11 @@ def run_profiled(
 
 
 def _profiled_function(target: Target, skip: int, calls: int, counters: str | None, lines: bool) -> Profile:
-    from profiler_core.program import profile_call
+    from profiler_core.live import profile
 
     with as_main(target):
         work = work_of(target)
-        return profile_call(
-            work.call, iterations=calls, warmup=skip, counters=counters, lines=lines, own=[own_folder()]
-        )
+        return profile(work.call, iterations=calls, warmup=skip, counters=counters, lines=lines, own=[own_folder()])
 
 
 def own_folder() -> str:
@@ -276,7 +280,15 @@ def print_error(error: BaseException) -> None:
     traceback.print_exception(type(error), error, error.__traceback__)
 
 
-_HIDDEN = ("runpy", "fxopt.script", "fxopt.rerouted", "profiler_core.program", "profiler_core.collect.module_calls")
+_HIDDEN = (
+    "runpy",
+    "fxopt.script",
+    "fxopt.cli_run",
+    "fxopt.bench",
+    "fxopt.rerouted",
+    "profiler_core.program",
+    "profiler_core.collect.module_calls",
+)
 
 
 def _without_own_frames(found: TracebackType | None) -> TracebackType | None:
@@ -285,9 +297,27 @@ def _without_own_frames(found: TracebackType | None) -> TracebackType | None:
         if found.tb_frame.f_globals.get("__name__") not in _HIDDEN:
             kept.append(found)
         found = found.tb_next
-    for one, following in zip(kept, [*kept[1:], None], strict=True):
+    for one, following in zip_longest(kept, kept[1:]):
         one.tb_next = following
     return kept[0] if kept else None
+
+
+def raised_in_fxopt(error: BaseException) -> bool:
+    """Whether fxopt's own code raised it, as against what it calls."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get("__name__")).split(".")[0] in ("fxopt", "passes")
+
+
+def _while_tuning(error: BaseException) -> bool:
+    """Whether it arose in fxopt, which the program's own code has no part in."""
+    found = error.__traceback__
+    while found is not None:
+        if found.tb_frame.f_globals.get("__name__") == "fxopt.backend":
+            return True
+        found = found.tb_next
+    return False
 
 
 def _of_runpy(error: ImportError) -> bool:

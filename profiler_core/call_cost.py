@@ -129,7 +129,10 @@ def _argument(argument: Any, kind: str, dims: tuple[Any, ...], strides: tuple[An
     if kind in _TYPES:
         if takes != "TensorType":
             raise _Refused
-        return torch.empty_strided(dims, strides, dtype=_TYPES[kind], device="meta")
+        try:
+            return torch.empty_strided(dims, strides, dtype=_TYPES[kind], device="meta")
+        except RuntimeError as error:  # a sparse tensor, which has no strides; sizes that no tensor has
+            raise _Refused from error
     if kind == "Scalar" and text:
         return _number(text, takes)
     if kind == "ScalarList" and text:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from profiler_core import layers
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     from profiler_core.collect.provenance import LaunchId, Provenance
@@ -60,7 +61,7 @@ def saved(profile: Profile, provenances: Sequence[Provenance]) -> str:
     text = (
         f"counters were taken of {chosen} of {launches} launches, one of each class of equal layers ({layers_} layers, "
         f"{classes} {'class' if classes == 1 else 'classes'}), "
-        f"which are {measured / 1e3:,.0f} of {total / 1e3:,.0f} us of kernel time"
+        f"which are {duration(measured)} of {duration(total)} of kernel time"
     )
     if uneven:
         text += f"; {uneven} of the others take more than {layers.UNEVEN} times as long or as short as their twin"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler_core.profiles import Profile, ProfileFormatError
+from profiler_core.quantities import duration
 from profiler_core.trace import Trace, TraceError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _attributed(trace: Trace, provenances: Sequence[Provenance], calls: int | No
     outside = profile.kernels[profile.kernels["iteration"] < 0]
     if len(outside):
         notes.append(
-            f"{len(outside)} kernels and copies ({profile.outside_ns / 1e3:,.0f} us) lie outside of the window"
+            f"{len(outside)} kernels and copies ({duration(profile.outside_ns)}) lie outside of the window"
         )
     return replace(profile, notes=(*profile.notes, *notes))
 
@@ -197,10 +198,13 @@ def _trace(path: Path, kind: str) -> Trace:
 def _provenances(path: Path) -> Sequence[Provenance]:
     from profiler_core.collect import debug_folder, torch_trace
 
-    if not path.is_dir():
-        return torch_trace.read(path)
-    logs = sorted(path.glob("dedicated_log_torch_trace_*.log"))
-    return [found for log in logs for found in torch_trace.read(log)] if logs else debug_folder.read(path)
+    try:
+        if not path.is_dir():
+            return torch_trace.read(path)
+        logs = sorted(path.glob("dedicated_log_torch_trace_*.log"))
+        return [found for log in logs for found in torch_trace.read(log)] if logs else debug_folder.read(path)
+    except OSError as error:  # a folder inside that may not be listed, or that went meanwhile
+        raise TraceError(f"{error.filename or path}: cannot be read ({error.strerror}): check the path") from error
 
 
 def environment_of(trace: Trace) -> dict[str, Any]:

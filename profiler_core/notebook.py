@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-import math
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     from profiler_core.profiles import Profile
@@ -29,8 +30,8 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def time(ns: float) -> str:
-    """Microseconds, as a cell."""
-    return "-" if math.isnan(ns) else f"{ns / 1e3:,.1f} us"
+    """A time, as a cell."""
+    return duration(ns)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int) -> str:

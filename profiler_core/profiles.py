@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from profiler_core.aggregate import leading_node
 from profiler_core.collect.provenance import Launch, NodeInfo
 from profiler_core.files import plain, write_atomically
+from profiler_core.quantities import duration
 from profiler_core.source_text import SourceLines, restored, source_lines
 
 if TYPE_CHECKING:
@@ -142,9 +143,9 @@ class Profile:
     sources: SourceLines | None = None
 
     def __repr__(self) -> str:
-        kernel, wall = self.kernel_ns / 1e3, self.wall_ns / 1e3
-        head = f"Profile: {len(self.window)} kernels in {self.iterations} calls; {kernel:,.1f} us of kernel time"
-        lines = [f"{head} a call" if math.isnan(wall) else f"{head}, {wall:,.1f} us of wall time a call"]
+        kernel, wall = duration(self.kernel_ns), duration(self.wall_ns)
+        head = f"Profile: {len(self.window)} kernels in {self.iterations} calls; {kernel} of kernel time"
+        lines = [f"{head} a call" if math.isnan(self.wall_ns) else f"{head}, {wall} of wall time a call"]
         if self.total_ns:
             elsewhere = self.attributed_share - self.graph_share
             lines.append(
@@ -153,7 +154,7 @@ class Profile:
             )
             top = self.by("operator").head(5)
             for name, time, share in zip(top["operator"], top["time_ns"], top["share"], strict=True):
-                lines.append(f"  {time / 1e3:12,.1f} us  {share:6.1%}  {name or '(no operator)'}")
+                lines.append(f"  {duration(time):>12}  {share:6.1%}  {name or '(no operator)'}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
@@ -190,13 +191,13 @@ class Profile:
 
     @property
     def attributed_share(self) -> float:
-        """Attributed part of the kernel time, 0 to 1; NaN where no kernel ran."""
+        """Attributed part of the kernel time, 0 to 1; NaN where no kernel took any time."""
         return self._share(self.attributed_ns)
 
     @property
     def graph_share(self) -> float:
         """Part of the kernel time in FX nodes of compiled graphs, 0 to 1; the rest of what is attributed went to
-        operators outside of graphs, which have no source line. NaN where no kernel ran.
+        operators outside of graphs. NaN where no kernel took any time.
         """
         rows = self.window
         return self._share(int(rows.loc[(rows["method"] != "none") & (rows["launch"] != ""), "duration_ns"].sum()))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler_core.live import default_store
+from profiler_core.live import NO_LINES, default_store
 from profiler_core.profiles import Profile
 
 if TYPE_CHECKING:
     from profiler_core.collect.compile_capture import Captured
     from profiler_core.collect.kineto_window import Window
-    from profiler_core.collect.module_calls import Call, ModulePaths
+    from profiler_core.collect.module_calls import Call
 
 _FIRST_CALLS = 2  # recorded one by one, for programs that make no more calls than are skipped
 _WALL_CALLS = 50  # timed without the profiler
@@ -37,10 +37,8 @@ class ProgramRecorder:
     """
 
     def __init__(self, skip: int, calls: int, whole: bool, lines: bool, captured: Captured, own: Sequence[str]) -> None:
-        from profiler_core.collect.kineto import profiler_range
-        from profiler_core.collect.module_calls import ModulePaths, unseen_by_dynamo
+        from profiler_core.collect.module_calls import ModuleRanges
         from profiler_core.collect.source_lines import LineRanges
-        from profiler_core.range_names import module_name
 
         self.skip, self.calls, self.whole = skip, calls, whole
         self.seen = 0  # calls that have begun, until the profiler is done
@@ -48,11 +46,10 @@ class ProgramRecorder:
         self.steps = False  # whether a call is a step of an optimiser
         self._captured = captured
         self._lines = LineRanges(own) if lines else None
-        self._marks = _Marks(ModulePaths())
+        self._marks = ModuleRanges()
         self._thread: int | None = threading.get_ident() if whole else None
         self._depth = 0
         self.idle = False
-        unseen_by_dynamo(self._marks.called, profiler_range, module_name, ModulePaths.path)
         self._times: Counter[int] = Counter()
         self._model: Any = None
         self._held: list[Any] = []
@@ -164,7 +161,7 @@ class ProgramRecorder:
         self._of_first_calls = first
         self._compiled = len(self._captured.graphs) + len(self._captured.missing)
         if self._lines is not None and not self._lines.start():
-            self._say("no source lines outside of compiled graphs: a debugger or a coverage tool is at work")
+            self._say(NO_LINES)
         return self._window
 
     def _stop(self, *, complete: bool, keep: bool = True) -> None:
@@ -301,54 +298,3 @@ def recording(
 def _counted(number: int, unit: str) -> str:
     noun, _, rest = unit.partition(" ")
     return f"{number} {noun}{'' if number == 1 else 's'} {rest}"
-
-
-def profile_call(fn: Callable[[], Any], *, lines: bool = True, own: Sequence[str] = (), **options: Any) -> Profile:
-    """:func:`profiler_core.profile` of a function of the caller's, whose operators outside of compiled graphs get the
-    module and the source line that they were called from. ``options`` are those of ``profile``.
-    """
-    from profiler_core.collect.module_calls import ModulePaths, watching
-    from profiler_core.collect.source_lines import LineRanges
-    from profiler_core.live import profile
-
-    ranges = LineRanges(own) if lines else None
-    marks = _Marks(ModulePaths())
-
-    def call() -> Any:
-        import torch
-
-        if ranges is None or not torch.autograd.profiler._is_profiler_enabled or not ranges.start():
-            return fn()
-        try:
-            return fn()
-        finally:
-            ranges.stop()
-
-    with watching(marks):
-        return profile(call, **options)
-
-
-class _Marks:
-    """Puts a range that names it around every call of a module."""
-
-    idle = False
-
-    def __init__(self, paths: ModulePaths) -> None:
-        self.paths = paths
-        self.stacks = threading.local()
-
-    def called(self, call: Call) -> Any:
-        import torch
-
-        from profiler_core.collect.kineto import profiler_range
-        from profiler_core.range_names import module_name
-
-        if not isinstance(call.subject, torch.nn.Module):
-            return call()
-        stack: list[Any] = self.stacks.__dict__.setdefault("modules", [])
-        stack.append(call.subject)
-        try:
-            with profiler_range(module_name(self.paths.path(call.subject, stack[0]), type(call.subject).__name__)):
-                return call()
-        finally:
-            stack.pop()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import string
+from functools import lru_cache
+from urllib.parse import quote, unquote
 
 from profiler_core.trace import COMPILED_GRAPH_PREFIX, ITERATION_PREFIX, RANGE_PREFIX
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")  # what torch.profiler's step() leaves
 _MODULE = "nn.Module: "
 _LINE = "source line: "
+# Kineto writes a name into its JSON as it stands: a quote ends the event there, control characters and all that is not
+# ASCII go. What is left as it is here reads well and comes back; the rest is spelt as in a URL.
+_LEFT = "".join(set(string.printable) - set(string.whitespace) - set('"\\%')) + " "
 _GENERATED = re.compile(r"(?:graph_\d+_)?(?:cpp|triton|multi_kernel)_\w+$")
 
 
@@ -56,7 +62,7 @@ def graph_call_of(name: str) -> str | None:
 
 def module_name(path: str, kind: str) -> str:
     """The name of the range around a module's call: its path in the model, and its class."""
-    return f"{_MODULE}{kind} {path}"
+    return f"{_MODULE}{_spelt(kind).replace(' ', '%20')} {_spelt(path)}"
 
 
 def module_of(name: str) -> tuple[str, str]:
@@ -68,12 +74,12 @@ def module_of(name: str) -> tuple[str, str]:
     if not name.startswith(_MODULE):
         return "", ""
     kind, _, path = name[len(_MODULE) :].partition(" ")
-    return path, kind
+    return _read(path), _read(kind)
 
 
 def line_name(file: str, line: int) -> str:
     """The name of the range around a source line that runs."""
-    return f"{_LINE}{file}:{line}"
+    return f"{_LINE}{_spelt(file)}:{line}"
 
 
 def line_of(name: str) -> tuple[str, int]:
@@ -85,7 +91,16 @@ def line_of(name: str) -> tuple[str, int]:
     if not name.startswith(_LINE):
         return "", 0
     file, _, number = name[len(_LINE) :].rpartition(":")
-    return (file, int(number)) if number.isdecimal() and len(number) < 10 else ("", 0)
+    return (_read(file), int(number)) if number.isdecimal() and len(number) < 10 else ("", 0)
+
+
+@lru_cache(maxsize=1 << 12)
+def _spelt(text: str) -> str:
+    return quote(text, safe=_LEFT, errors="surrogatepass")
+
+
+def _read(text: str) -> str:
+    return unquote(text, errors="surrogatepass")
 
 
 def is_generated(name: str) -> bool:

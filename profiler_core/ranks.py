@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from profiler_core.collect.provenance import Launch
 from profiler_core.families import is_collective
 from profiler_core.profiles import NODE_COLUMNS, Profile, frame
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,10 +102,10 @@ def slowest(found: list[RankTimes]) -> RankTimes:
 
 def _named(found: list[RankTimes], slow: RankTimes) -> str:
     def spelt(one: RankTimes) -> str:
-        text = f"{one.own_ns / 1e3:,.0f} us"
+        text = duration(one.own_ns)
         if one.collective_ns:
-            exposed = f"{one.exposed_ns / 1e3:,.0f} us not overlapped"
-            text += f" and {one.collective_ns / 1e3:,.0f} us of collectives ({exposed})"
+            exposed = f"{duration(one.exposed_ns)} not overlapped"
+            text += f" and {duration(one.collective_ns)} of collectives ({exposed})"
         return text
 
     others = "; ".join(f"rank {one.rank} {spelt(one)}" for one in found if one is not slow)
@@ -147,11 +148,11 @@ def _spans(kernels: pd.DataFrame) -> list[tuple[int, int]]:
     """When at least one of the kernels ran, in order and apart."""
     joined: list[tuple[int, int]] = []
     starts = kernels["start_ns"].tolist()
-    for start, duration in sorted(zip(starts, kernels["duration_ns"].tolist(), strict=True)):
+    for start, took in sorted(zip(starts, kernels["duration_ns"].tolist(), strict=True)):
         if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], start + duration)
+            joined[-1] = joined[-1][0], max(joined[-1][1], start + took)
         else:
-            joined.append((start, start + duration))
+            joined.append((start, start + took))
     return joined
 
 

@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +37,8 @@ __all__ = [
 SCHEMA_VERSION = 1
 _LOCK_TIMEOUT_S = 120.0
 _SECONDS_PER_RATE = 0.4
+_unkept: dict[Path, Ceilings] = {}  # what could not be written, by the file that it belongs in
+_told: set[Path] = set()  # folders of which the process has been warned
 
 
 class CeilingsCorrupt(ValueError):
@@ -102,8 +104,8 @@ def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -
     """The ceilings of ``device``: those kept in the folder ``store`` (see :func:`kept_at`), else, or where ``again``
     asks for it, measured now (about 3 s on a CPU) and written there.
 
-    A corrupt file is set aside as ``*.corrupt`` and measured again, with a warning; so is a store that
-    cannot be written, in which case nothing is kept. ``store=None`` measures without keeping.
+    A corrupt file is set aside as ``*.corrupt`` and measured again, with a warning. What cannot be written is kept for
+    as long as the process lives, with one warning for the folder. ``store=None`` measures without keeping.
     """
     if store is None:
         with measuring(device):
@@ -111,6 +113,9 @@ def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -
     from filelock import FileLock, Timeout
 
     path = kept_at(device, store)
+    if path in _unkept and not again:
+        return _unkept[path]
+    found = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
@@ -124,10 +129,18 @@ def ceilings(device: torch.device, store: Path | None, *, again: bool = False) -
     except Timeout:
         reason = f"{path}.lock is held by another process; remove it if none runs"
     except OSError as error:
+        kept = None if again or found else _readable(path)
+        if kept is not None:  # by somebody who may write there
+            return kept
         reason = f"{error}; make the folder writable or choose another"
-    warnings.warn(f"device ceilings cannot be kept in {path.parent}: {reason}", RuntimeWarning, stacklevel=2)
-    with measuring(device):
-        return measure_ceilings(device)
+    if path.parent not in _told:
+        _told.add(path.parent)
+        warnings.warn(f"device ceilings cannot be kept in {path.parent}: {reason}", RuntimeWarning, stacklevel=2)
+    if found is None:
+        with measuring(device):
+            found = measure_ceilings(device)
+    _unkept[path] = found
+    return found
 
 
 def raised(device: torch.device, store: Path | None, known: Ceilings) -> Ceilings:
@@ -140,9 +153,12 @@ def raised(device: torch.device, store: Path | None, known: Ceilings) -> Ceiling
     copy = max(found.copy_bytes_per_s, known.copy_bytes_per_s)
     best = replace(found, copy_bytes_per_s=copy, flops_per_s=rates)
     if store is not None:
-        with suppress(OSError):  # it was measured; that it cannot be kept is `ceilings`' to say
-            Path(store).mkdir(parents=True, exist_ok=True)
-            _write(kept_at(device, store), best)
+        path = kept_at(device, store)
+        try:
+            _write(path, best)
+            _unkept.pop(path, None)
+        except OSError:  # that it cannot be kept is `ceilings`' to say
+            _unkept[path] = best
     return best
 
 
@@ -338,6 +354,13 @@ def _slug(device: torch.device) -> str:
     parts = json.dumps([_device_name(device), _settings(device)], sort_keys=True)
     name = re.sub(r"[^A-Za-z0-9]+", "-", _device_name(device)).strip("-").lower()
     return f"{name[:40]}-{hashlib.sha256(parts.encode()).hexdigest()[:12]}"
+
+
+def _readable(path: Path) -> Ceilings | None:
+    try:
+        return Ceilings.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
 
 
 def _load(path: Path) -> Ceilings | None:

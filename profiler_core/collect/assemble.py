@@ -14,38 +14,14 @@ import torch
 from torch import fx
 
 from profiler_core import cost
+from profiler_core.collect.module_spelling import module_path
 from profiler_core.collect.ownership import GraphView, Listed, operator_base, own
 from profiler_core.collect.provenance import Launch, NodeInfo, Provenance
 from profiler_core.collect.wrapper_source import generated_kernels, launch_sites
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
-_GETATTR = re.compile(r"getattr\((?P<base>[^()]*), ['\"](?P<name>[^'\"]+)['\"]\)")
-_STEP = re.compile(r"\.(?P<attr>\w+)|\[(?P<quote>['\"]?)(?P<item>[^\]'\"]+)(?P=quote)\]")
-_NOT_MODULES = {"_modules", "__closure__", "cell_contents", "_orig_mod", "__self__", "__func__", "__dict__"}
 
 Location = tuple[str, str, str, int, str]
-
-
-def module_path(spelling: str) -> str:
-    """Dynamo's spelling of a module as the dotted name under its root.
-
-    >>> module_path("L['self']._modules['h']._modules['0'].attn")
-    'h.0.attn'
-    """
-    while True:
-        spelling, replaced = _GETATTR.subn(r"\g<base>.\g<name>", spelling)
-        if not replaced:
-            break
-    # The root is a local or global (`L['self']`, `G['net']`) or, outside Dynamo, a plain name.
-    tail = re.sub(r"^(?:[LG]\[['\"][^'\"]+['\"]\]|\w+)", "", spelling.strip(), count=1)
-    steps: list[str] = []
-    after_closure = False
-    for match in _STEP.finditer(tail):
-        step = match["attr"] or match["item"]
-        if not (step in _NOT_MODULES or (after_closure and step.isdigit())):
-            steps.append(step)
-        after_closure = step == "__closure__"
-    return ".".join(steps)
 
 
 def user_frame(stack_trace: str | None) -> tuple[str, int, str]:

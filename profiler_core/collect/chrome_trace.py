@@ -109,7 +109,7 @@ def parse(
         raise TraceError(f"{where} is not a trace of torch.profiler: {other_json(header, columns.left_out)}")
     if lost and not columns.kernel_names and "op" not in columns.range_categories:
         raise TraceError(f"{where}: neither a kernel nor an operator is left of it. {' '.join(partial)}")
-    notes = columns.notes()
+    notes = columns.notes(lost)
     meta = run_meta(header, path, columns.threads, notes)
     return Trace.build(
         kernels=kernels,
@@ -214,7 +214,8 @@ class _Columns:
         owner[0] = 0
         return np.array([owner.get(key, 0) for key in correlation.tolist()], dtype=np.int64)
 
-    def notes(self) -> list[str]:
+    def notes(self, lost: bool) -> list[str]:
+        """What is to be said of the file; ``lost``: a part of it could not be read."""
         found = []
         ranged = self.left_out.get("cuda_profiler_range", 0)
         if ranged:
@@ -227,7 +228,8 @@ class _Columns:
                 f"no kernels, though {len(self.call_names)} calls of the GPU's API: another profiler may have held the "
                 "GPU; the times here are the CPU's"
                 if self.call_names
-                else "no activity of a GPU: the operators on the CPU count as kernels"
+                else f"no activity of a GPU{' in what is left of the file' if lost else ''}: the operators on the CPU "
+                "count as kernels"
             )
         said = ("cuda_profiler_range", "Trace")  # "Trace" is the frame around the whole
         rest = {name: count for name, count in self.left_out.most_common() if name not in said}

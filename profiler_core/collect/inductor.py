@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from profiler_core.collect.assemble import assemble, launched, locations, module_path, user_frame
+from profiler_core.collect.assemble import assemble, launched, locations, user_frame
 from profiler_core.collect.kineto import profiler_range
+from profiler_core.collect.module_spelling import module_path
 from profiler_core.collect.provenance import (
     Launch,
     NodeInfo,
@@ -245,7 +246,7 @@ def _wrapper_call(compiled_graph: Any) -> FunctionType | None:
         if isinstance(item, MethodType):
             item = item.__func__
         if isinstance(item, FunctionType):
-            if item.__name__ == "call" and _in_wrapper_module(item):
+            if item.__name__ == "call" and in_wrapper_module(item.__globals__):
                 return item
             for cell in item.__closure__ or ():
                 with suppress(ValueError):  # an empty cell
@@ -256,5 +257,6 @@ def _wrapper_call(compiled_graph: Any) -> FunctionType | None:
     return None
 
 
-def _in_wrapper_module(function: FunctionType) -> bool:
-    return {"AsyncCompile", "extern_kernels"} <= function.__globals__.keys()
+def in_wrapper_module(namespace: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of code that Inductor wrote."""
+    return {"AsyncCompile", "extern_kernels"} <= namespace.keys()

@@ -8,6 +8,7 @@ attributes of ``torch._dynamo`` for it is in this module. Tested with torch 2.11
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
+
+from profiler_core.collect.kineto import profiler_range
+from profiler_core.range_names import module_name
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
     A subclass with a ``__call__`` of its own is seen where that calls nn.Module's.
     """
-    unseen_by_dynamo(watcher.called, Call.__call__)
+    unseen_by_dynamo(watcher.called, Call.__init__, Call.__call__)
     before, compiler = torch.nn.Module.__call__, torch.compile
     torch.nn.Module.__call__ = _seen  # type: ignore[method-assign]
     torch.compile = _compile(compiler)
@@ -137,13 +141,37 @@ class ModulePaths:
         if known is None or id(module) not in known:  # new, or a module that was added since
             known = {}
             for name, child in root.named_modules():
-                # What torch.compile and DistributedDataParallel put around a model is no part of its names.
+                # What torch.compile puts around a model is no part of its names.
                 parts = [part for part in name.split(".") if part != "_orig_mod"]
                 known.setdefault(id(child), ".".join(parts))
             known.setdefault(id(module), type(module).__name__)  # called, though it is no child
             self._paths[id(root)] = known
             self._held += [root, module]
         return known[id(module)]
+
+
+class ModuleRanges:
+    """A watcher that puts a range around every call of a module: its path below the outermost one that is running on
+    the thread, and its class.
+    """
+
+    def __init__(self) -> None:
+        self.idle = False
+        self._paths = ModulePaths()
+        self._running = threading.local()
+        unseen_by_dynamo(self.called, profiler_range, module_name, ModulePaths.path)
+
+    def called(self, call: Call) -> Any:
+        if not isinstance(call.subject, torch.nn.Module):
+            return call()
+        stack: list[torch.nn.Module] = self._running.__dict__.setdefault("modules", [])
+        stack.append(call.subject)
+        try:
+            path = self._paths.path(call.subject, stack[0])
+            with profiler_range(module_name(path, type(call.subject).__name__)):
+                return call()
+        finally:
+            stack.pop()
 
 
 def torch_folder() -> str:

@@ -41,6 +41,7 @@ _UNREAD = {"Process Name", "Host Name", "CC", "Kernel Time"}  # nothing that a m
 # Columns that can hold lists such as "0,1" (CPUs of a NUMA node, ports): no evidence for a decimal comma.
 _LISTS = ("numa__", "nvlink__", "device__")
 _DURATION = "gpu__time_duration"
+_BYTES = re.compile(r"__bytes(?:_\w+)?\.(?:sum|avg|min|max)$")
 _SHOWN = 5
 _FLUSH = 1000  # rows, so that their text is not all in memory at once
 
@@ -202,12 +203,16 @@ class _Found:
 
         bases = [base_unit(unit)[0] for _, unit in column.distinct]
         is_duration = metric.startswith(_DURATION)
-        unit = next((base for base in bases if base and (base == "ns" or not is_duration)), "ns" if is_duration else "")
+        # What is measured fixes the unit of some: a number in one that is not known here could be any number of those.
+        unit = "ns" if is_duration else "byte" if _BYTES.search(metric) else next(filter(None, bases), "")
         values = []
         for (text, printed_unit), base, line in zip(column.distinct, bases, column.first_line, strict=True):
             value = None if text in MISSING else number(text, european)
             if value is not None and base and base != unit:
-                self.partial.append(f"{metric}: values in {base} (line {line}), not in {unit}, are left out.")
+                self.partial.append(
+                    f"{metric}: values in {base} (line {line}), not in {unit}, are left out. Print the file again with "
+                    "--print-units base."
+                )
                 value = None
             if value is not None:
                 value *= base_unit(printed_unit)[1]

@@ -18,6 +18,7 @@ from typing import Any
 
 from profiler_core.collect import nsys_command
 from profiler_core.collect.nsys_sqlite import EXPORT_AGAIN, STRINGS, Columns, Tables, opened
+from profiler_core.quantities import duration
 from profiler_core.range_names import iteration_of
 from profiler_core.trace import COMPILED_GRAPH_PREFIX, KERNEL_COLUMNS, LONGEST_NS, RANGE_PREFIX, Trace, TraceError
 
@@ -313,8 +314,8 @@ class _Reader:
         silent = int((~np.isin(keys, seen)).sum())
         said = []
         if len(whole["time"]):
-            time = sum(whole["time"].tolist())
-            said.append(f"{len(whole['time'])} replays of CUDA graphs were recorded as a whole, {time} ns of GPU time")
+            number, time = len(whole["time"]), duration(sum(whole["time"].tolist()))
+            said.append(f"{number} replays of CUDA graphs were recorded as a whole, {time} of GPU time")
         if silent:
             said.append(f"{silent} launches of CUDA graphs show nothing of what ran in them")
         if said:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from profiler_core.collect.inductor import in_wrapper_module
 from profiler_core.collect.kineto import profiler_range
 from profiler_core.collect.module_calls import torch_folder, unseen_by_dynamo
 from profiler_core.range_names import line_name
@@ -58,9 +59,10 @@ class LineRanges:
         self._traced: list[FrameType] = []
         self._followed: dict[CodeType, str] = {}
         unseen_by_dynamo(self._trace, self._file, _Frame.__init__, _Frame.trace, _Frame.open, _Frame.close)
+        unseen_by_dynamo(line_name, profiler_range)
         paths = sysconfig.get_paths()
-        self._own = (_OWN, *skip)
-        self._skipped = (torch_folder(), *self._own)
+        self._tools = tuple(skip)
+        self._skipped = (torch_folder(), _OWN, *skip)
         self._libraries = (paths["purelib"], paths["platlib"])
         self._python = (paths["stdlib"], paths["platstdlib"])
 
@@ -72,8 +74,8 @@ class LineRanges:
         frames: list[FrameType] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            own = frame.f_code.co_filename.startswith(self._own)
-            if own and frames:  # what runs the program
+            own = frame.f_code.co_filename.startswith(_OWN)
+            if frame.f_code.co_filename.startswith(self._tools) or (own and frames):  # what runs the program
                 break
             frames += [] if own else [frame]
             frame = frame.f_back
@@ -81,8 +83,8 @@ class LineRanges:
         # Functions that are running already are not asked by Python: theirs are set, the outermost first, so that the
         # ranges of their current lines lie inside one another.
         for frame in reversed(frames):
-            if self._file(frame.f_code) and frame.f_trace is None:
-                found = _Frame(self, self._file(frame.f_code))
+            if self._file(frame) and frame.f_trace is None:
+                found = _Frame(self, self._file(frame))
                 found.open(frame.f_lineno)
                 frame.f_trace = found.trace
                 self._traced.append(frame)
@@ -100,13 +102,17 @@ class LineRanges:
         self._traced.clear()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        file = self._file(frame.f_code)
+        file = self._file(frame)
         return _Frame(self, file).trace if file else None
 
-    def _file(self, code: CodeType) -> str:
-        """The file of code that is the user's or a library's, "" for torch's, Python's and this project's own."""
+    def _file(self, frame: FrameType) -> str:
+        """The file of code that is the user's or a library's, "" for torch's, Python's and this project's own, and for
+        what Inductor wrote, whose launches are kernels: a line's range in one would be counted as its time.
+        """
+        code = frame.f_code
         if code not in self._followed:
             file = code.co_filename
             python = file.startswith(self._python) and not file.startswith(self._libraries)
-            self._followed[code] = "" if python or file.startswith(("<", *self._skipped)) else file
+            other = python or file.startswith(("<", *self._skipped)) or in_wrapper_module(frame.f_globals)
+            self._followed[code] = "" if other else file
         return self._followed[code]

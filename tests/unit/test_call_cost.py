@@ -153,6 +153,15 @@ def test_types_decide_the_bytes_and_a_damaged_record_is_missing():
     assert call_cost("aten::mul", inputs(("long int", [8], [1], ""), ("double", [], [], ""))) is None
 
 
+def test_the_work_of_sparse_tensors_is_missing(tmp_path):
+    sparse, x = torch.eye(8).to_sparse(), torch.ones(8, 4)
+    profile = profiled(lambda: torch.sparse.mm(sparse, x).relu(), tmp_path)
+    nodes = profile.nodes.set_index("node")
+    product = next(node for node in nodes.index if "mm" in node)
+    assert math.isnan(nodes.loc[product, "flops"]) and nodes.loc["aten::relu", "bytes"] == 2 * 8 * 4 * F32
+    assert profile.attributed_ns == profile.total_ns == nodes["window_ns"].sum()
+
+
 @pytest.mark.parametrize("broken", ["Input Dims", "Input type", "Concrete Inputs"])
 def test_inputs_that_cannot_be_read_leave_the_operator_in_place(tmp_path, broken):
     x = torch.randn(8, 8)

@@ -129,7 +129,7 @@ def fx_nodes(profile: Profile) -> pd.DataFrame:
 def test_eager_code_is_attributed_to_its_operators(take, x) -> None:
     profile = take(pointwise, x)
     assert profile.iterations == 2 and profile.attributed_share == 1.0
-    assert list(profile.nodes["node"]) == ["aten::relu", "aten::add"]
+    assert list(profile.nodes["target"]) == ["aten::relu", "aten::add"]
     assert set(profile.nodes["kind"]) == {"operator"} and profile.notes == ()
     assert profile.environment["device_type"] == "cpu" and profile.wall_ns > 0
 
@@ -138,8 +138,90 @@ def test_modules_bound_methods_and_partials_are_functions_too(take, x) -> None:
     model = Block().eval()
     with torch.no_grad():
         found = [take(fn, x) for fn in (model, model.forward, partial(model.forward, x=x).func, lambda y: model(y))]
-    assert len({tuple(profile.nodes["node"]) for profile in found}) == 1
-    assert "aten::linear" in set(found[0].nodes["node"])
+    assert len({tuple(profile.nodes["target"]) for profile in found}) == 1
+    assert "aten::linear" in set(found[0].nodes["target"])
+
+
+class Mixed(nn.Module):
+    """A layer of the user's, and one of torch's that is called through torch's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.body(x))
+
+
+def test_operators_of_an_eager_model_have_the_module_and_the_line_that_they_were_called_from(take, x) -> None:
+    model = Mixed().eval()
+    with torch.no_grad():
+        profile = take(model, x)
+    nodes = profile.nodes.set_index("target")
+    calls, adds = (cls.forward.__code__.co_firstlineno + 1 for cls in (Mixed, Block))
+    places = nodes[["module_path", "module_class", "line"]].apply(tuple, axis=1)
+    assert places["aten::sigmoid"] == ("", "Mixed", calls)
+    assert set(places["aten::linear"]) == {("body.0", "Linear", calls), ("body.1.up", "Linear", adds)}
+    assert places["aten::layer_norm"] == ("body.1.norm", "LayerNorm", adds)
+    assert set(nodes["file"]) == {__file__}
+    assert nodes.loc["aten::sigmoid", "source"] == "return torch.sigmoid(self.body(x))"
+    assert nodes.loc["aten::sigmoid", "node"] == f"aten::sigmoid@test_live.py:{calls}"
+    assert profile.attributed_share == 1.0 and profile.notes == ()
+    with torch.no_grad():
+        without = take(model, x, lines=False)
+    assert set(without.nodes["line"]) == {0} and "body.1.norm" in set(without.nodes["module_path"])
+
+
+def test_the_python_call_and_the_command_place_operators_alike(take, tmp_path, monkeypatch) -> None:
+    from fxopt.script import Target, run_profiled
+
+    (tmp_path / "placed_alike.py").write_text(
+        "import torch\n\nlayer = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()\nx = torch.ones(2, 4)\n\n\n"
+        "@torch.no_grad()\ndef work():\n    return layer(x).relu()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    import placed_alike
+
+    command, _ = run_profiled(Target.of("placed_alike:work", []), skip=1, calls=2, counters="none")
+    called = take(placed_alike.work)
+    columns = ["node", "module_path", "module_class", "file", "line", "source"]
+    assert command.nodes[columns].to_dict("records") == called.nodes[columns].to_dict("records")
+    assert list(called.nodes["node"]) == ["aten::linear@0:9", "aten::relu@placed_alike.py:9"]
+
+
+def test_where_a_debugger_traces_lines_are_missing_and_a_note_says_so(take, x) -> None:
+    import sys
+
+    def debugger(frame: Any, event: str, argument: Any) -> None:
+        return None
+
+    outer = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        profile = take(pointwise, x)
+    finally:
+        sys.settrace(outer)
+    assert set(profile.nodes["line"]) == {0} and profile.notes == (live.NO_LINES,)
+
+
+def test_code_of_inductors_has_no_lines_whose_ranges_would_count_as_kernel_time(take, x) -> None:
+    from profiler_core.collect.source_lines import LineRanges
+    from profiler_core.range_names import line_of
+
+    compiled = torch.compile(pointwise)
+    compiled(x)
+    ranges = LineRanges()
+    with torch.profiler.profile() as profiler:
+        assert ranges.start()
+        try:
+            compiled(x)
+        finally:
+            ranges.stop()
+    names = [event.name for event in profiler.events()]
+    files = {line_of(name)[0] for name in names} - {""}
+    assert any("CompiledFxGraph" in name for name in names) and __file__ in files
+    assert not any("inductor" in file for file in files)
 
 
 def test_work_on_other_threads_counts_and_a_note_says_so(take, x) -> None:
@@ -186,6 +268,19 @@ def test_one_profile_runs_at_a_time_and_nothing_stays_patched(take, x) -> None:
 def test_a_function_that_does_no_work_is_noticed(take) -> None:
     profile = take(lambda: None)
     assert profile.notes == ("no kernels: the function ran none during the measured calls",)
+
+
+def test_what_cannot_be_called_is_refused(take, x) -> None:
+    with pytest.raises(TypeError, match="fn is a Tensor: expected a module or a function, followed by what it"):
+        take(x, Block())
+
+
+def test_an_iterator_that_the_first_call_uses_up_is_noticed(take, x) -> None:
+    (note,) = take(lambda given: [torch.relu(y) for y in given], (x for _ in range(2))).notes
+    assert note.startswith("no kernels: ") and note.endswith("an argument is an iterator, which the calls before may "
+                                                             "have used up: give a list")  # fmt: skip
+    endless = iter(lambda: x, None)
+    assert take(lambda given: torch.relu(next(given)), endless).notes == ()
 
 
 def test_a_call_that_has_only_been_prepared_is_refused(take, x) -> None:
@@ -238,8 +333,8 @@ def test_an_operator_outside_of_the_graphs_stands_beside_their_nodes(take, x) ->
     compiled = torch.compile(pointwise)
     profile = take(lambda: torch.cumsum(compiled(x), 0))
     assert profile.attributed_share == 1.0
-    kinds = dict(zip(profile.nodes["node"], profile.nodes["kind"], strict=True))
-    assert kinds == {"relu": "node", "add": "node", "aten::cumsum": "operator"}
+    kinds = dict(zip(profile.nodes["target"], profile.nodes["kind"], strict=True))
+    assert kinds == {"aten.relu.default": "node", "aten.add.Tensor": "node", "aten::cumsum": "operator"}
 
 
 def test_code_compiled_before_is_compiled_again_once_and_a_note_says_so(take, x, compiles) -> None:
@@ -368,7 +463,7 @@ def test_a_training_step_has_a_forward_and_a_backward_graph(take, x) -> None:
     profile = take(lambda: compiled(x).sum().backward())
     assert profile.attributed_share == 1.0
     assert launches(profile).keys() == {"0/0", "0/0 backward"}
-    assert "aten::sum" in set(profile.nodes["node"])
+    assert "aten::sum" in set(profile.nodes["target"])
     backward = profile.nodes[profile.nodes["graph"] == "0/0 backward"]
     assert {"up", "norm"} <= set(backward["module_path"])
     assert model.up.weight.grad is not None
@@ -376,7 +471,7 @@ def test_a_training_step_has_a_forward_and_a_backward_graph(take, x) -> None:
 
 def test_an_lstm_yields_no_graph_and_is_its_operator(take, x) -> None:
     profile = take(torch.compile(nn.LSTM(WIDTH, WIDTH).eval()), x[None])
-    assert profile.attributed_share == 1.0 and "aten::lstm" in set(profile.nodes["node"])
+    assert profile.attributed_share == 1.0 and "aten::lstm" in set(profile.nodes["target"])
     assert launches(profile) == {}
     assert profile.notes == ("Inductor compiled no graph of it: everything is attributed to operators",)
 

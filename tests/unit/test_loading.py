@@ -234,6 +234,15 @@ def test_paths_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
         profiler_core.load(tmp_path / ("x" * 5000))
 
 
+def test_a_folder_that_cannot_be_listed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: Path, pattern: str) -> Any:
+        raise PermissionError(13, "Permission denied", str(self / "inner"))
+
+    monkeypatch.setattr(Path, "rglob", gone)
+    with pytest.raises(TraceError, match=r"inner: cannot be read \(Permission denied\): check the path"):
+        profiler_core.load(tmp_path)
+
+
 def test_a_gzipped_profile_is_read(tmp_path: Path) -> None:
     assert profiler_core.load(squeezed(saved)(tmp_path / "p.json.gz")).total_ns == 21_000
 
@@ -623,7 +632,7 @@ def test_a_trace_that_marks_no_calls_is_cut_into_equal_ones_on_request(shared: P
 
 def test_a_profile_prints_what_it_found(shared: Path) -> None:
     text = repr(profiler_core.load(shared / "captures" / "h200_sdpa" / "kineto.trace.json.gz", calls=2))
-    assert text.startswith("Profile: 22 kernels in 2 calls; 385.1 us of kernel time a call\n")
+    assert text.startswith("Profile: 22 kernels in 2 calls; 385 us of kernel time a call\n")
     assert "attributed 100.0%: to FX nodes 0.0%, to operators 100.0%; opaque 97.3%" in text
     assert "  note: " in text and "aten::mm" in text
 

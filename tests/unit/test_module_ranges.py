@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import profiler_core
@@ -19,13 +21,26 @@ from profiler_core.range_names import line_name, line_of, module_name, module_of
 from profiler_core.trace import Op, Trace
 
 
-@pytest.mark.parametrize("path", ["", "h.0.attn", "a b", "λ"])
-def test_a_modules_range_tells_path_and_class(path):
-    assert module_of(module_name(path, "Linear")) == (path, "Linear")
+@settings(deadline=None)
+@given(st.text(), st.text(min_size=1))
+@example("h.0.attn", "Linear")
+@example("a\ud800", "A class")
+@example("x" * 5_000, "Linear")
+def test_a_modules_range_tells_path_and_class(path, kind):
+    """In characters that a profiler's JSON leaves alone, whatever the names."""
+    name = module_name(path, kind)
+    assert module_of(name) == (path, kind)
+    assert name.isascii() and name.isprintable() and not set(name) & set('"\\')
+
+
+def test_a_range_reads_as_what_it_names():
+    assert module_name("h.0.a b[0]'s", "Linear") == "nn.Module: Linear h.0.a b[0]'s"
+    assert line_name("/a/b c.py", 3) == "source line: /a/b c.py:3"
+    assert module_of("nn.Module: Linear h.0.up") == ("h.0.up", "Linear")
     assert module_of("aten::mm") == module_of(line_name("a.py", 3)) == ("", "")
 
 
-@pytest.mark.parametrize("file", ["train.py", "/a:b/c.py", "C:\\x.py"])
+@pytest.mark.parametrize("file", ["train.py", "/a:b/c.py", "C:\\x.py", '/josé/"a"\n%20.py'])
 def test_a_lines_range_tells_file_and_number(file):
     assert line_of(line_name(file, 12)) == (file, 12)
     assert line_of("aten::mm") == line_of("source line: x") == line_of("source line: x:-1") == ("", 0)
@@ -193,6 +208,28 @@ def test_the_users_lines_have_ranges_and_torchs_do_not():
     torchs = str(Path(torch.__file__).parent)
     assert not any(file.startswith((torchs, str(Path(profiler_core.__file__).parent))) for file, _ in found)
     assert sys.gettrace() is None
+
+
+def test_what_runs_the_program_has_no_lines(tmp_path):
+    """Not the frames of a tool, nor those that called the tool."""
+    file = tmp_path / "tool.py"
+    file.write_text("def run(function):\n    function()\n")
+    tool = {}
+    exec(compile(file.read_text(), str(file), "exec"), tool)
+
+    def started(*skip: str) -> list[str]:
+        ranges, found = LineRanges(skip), []
+
+        def function():
+            assert ranges.start()
+            found.extend(ranges.active)
+            ranges.stop()
+
+        tool["run"](function)
+        return [frame.file for frame in found]
+
+    assert started()[-3:] == [__file__, str(file), __file__]
+    assert started(str(tmp_path)) == [__file__]  # of `function` alone
 
 
 def test_ranges_stay_nested_through_errors_and_generators():

@@ -100,7 +100,18 @@ def test_a_unit_of_another_kind_is_left_out_and_said() -> None:
     text = csv(DETAILS, detail("m__x.sum", "byte", "1"), detail("m__x.sum", "ns", "2.5", identifier=1))
     table = parse(text)
     np.testing.assert_array_equal(table.rows["m__x.sum"], [1.0, np.nan])
-    assert table.partial == ("m__x.sum: values in ns (line 3), not in byte, are left out.",)
+    assert table.partial == (
+        "m__x.sum: values in ns (line 3), not in byte, are left out. Print the file again with --print-units base.",
+    )
+
+
+@pytest.mark.parametrize("unit", ["MB", "MiB", "ns", "byte/s"])
+def test_a_count_of_bytes_needs_a_unit_of_bytes(unit: str) -> None:
+    """3.35 in a unit that is not known could be any number of bytes."""
+    text = csv(DETAILS, detail("dram__bytes_read.sum", unit, "3.35"))
+    table = parse(text)
+    assert table.rows["dram__bytes_read.sum"].isna().all() and table.units == {"dram__bytes_read.sum": "byte"}
+    assert f"values in {unit} (line 2), not in byte, are left out" in table.partial[0]
 
 
 # --- the two locales -----------------------------------------------------------------------------------------------

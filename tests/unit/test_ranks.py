@@ -34,7 +34,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_part():
 def test_the_slowest_rank_is_named_and_sets_the_wall_time():
     merged = profiler_core.merge([rank(10), rank(30), rank(20)])
     assert merged.notes[0].startswith(
-        "rank 1 is the slowest of 3: 30 us of kernel time a call (rank 0 10 us; rank 2 20 us"
+        "rank 1 is the slowest of 3: 30.0 us of kernel time a call (rank 0 10.0 us; rank 2 20.0 us"
     )
     assert merged.wall_ns == 60_000
     assert "rank 2: a note" in merged.notes
@@ -52,7 +52,7 @@ def test_the_rank_that_the_others_wait_for_is_slow_however_long_their_collective
     working = rank(90, moving(90_000, 20_000), moving(10_090_000, 20_000, 1))
     assert waiting.kernel_ns == working.kernel_ns == 110_000
     note = profiler_core.merge([waiting, working]).notes[0]
-    assert note.startswith("rank 1 is the slowest of 2: 90 us and 20 us of collectives (20 us not overlapped)")
+    assert note.startswith("rank 1 is the slowest of 2: 90.0 us and 20.0 us of collectives (20.0 us not overlapped)")
 
 
 def test_the_part_of_collectives_that_no_kernel_overlaps():

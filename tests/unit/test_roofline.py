@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +132,29 @@ def test_a_torn_file_is_measured_again(small: list[Ceilings], tmp_path: Path, co
         assert ceilings(CPU, tmp_path) == small[1]
 
 
-def test_a_store_that_cannot_be_written_costs_a_warning_and_not_the_ceilings(
+def test_a_store_that_cannot_be_written_costs_one_warning_and_no_second_measurement(
     small: list[Ceilings], tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
+    store = tmp_path / "file"
+    store.write_text("")
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
-        assert ceilings(CPU, tmp_path / "file") == small[0]
+        assert ceilings(CPU, store) == small[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ceilings(CPU, store) == small[0] and len(small) == 1
+        assert ceilings(CPU, store, again=True) == small[1] and ceilings(CPU, store) == small[1]
+        higher = roofline.raised(CPU, store, replace(small[1], copy_bytes_per_s=1e15))
+        assert ceilings(CPU, store) == higher and higher.copy_bytes_per_s == 1e15
+
+
+def test_what_others_keep_in_a_store_is_read_though_it_cannot_be_written(small: list[Ceilings], tmp_path: Path) -> None:
+    kept = ceilings(CPU, tmp_path)
+    lock = Path(f"{stored(tmp_path)}.lock")
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # no lock can be made, whoever runs this
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ceilings(CPU, tmp_path) == kept and len(small) == 1
 
 
 def test_no_temporary_file_is_left(small: list[Ceilings], tmp_path: Path) -> None:
