@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from case_studies import columns, show
-from case_studies.comparison import How, compare_workload
+from case_studies.comparison import How, compare_workload, tune_column
 from case_studies.workloads import COMPARED
 from profiler_core.files import write_atomically
 
@@ -142,8 +142,13 @@ def run_worker(job_file: Path) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     job = json_format.loads(job_file.read_text(encoding="utf-8"))
     wanted = [(precision, column) for precision, column in job["wanted"]]
-    rows, evidence = compare_workload(job["workload"], wanted, How(**job["how"]), Path(job["plan_dir"]))
-    show.write_json(job_file.with_suffix(".result"), {"rows": rows, "evidence": evidence})
+    workload, how, plan_dir = job["workload"], How(**job["how"]), Path(job["plan_dir"])
+    if job["tune"]:
+        result = tune_column(workload, wanted[0], how, plan_dir)
+    else:
+        rows, evidence = compare_workload(workload, wanted, how, plan_dir)
+        result = {"rows": rows, "evidence": evidence}
+    show.write_json(job_file.with_suffix(".result"), result)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -153,18 +158,21 @@ def _end_with_parent(parent: int) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def run_workload(
-    workload: str, wanted: Sequence[tuple[str, str]], how: How, plan_dir: Path, gpu: str | None
-) -> tuple[list[Row], Row | None]:
-    """Rows and evidence from a process of its own; where that dies or hangs, rows that say so and no evidence."""
+def in_process(
+    workload: str,
+    wanted: Sequence[tuple[str, str]],
+    how: How,
+    plan_dir: Path,
+    gpu: str | None,
+    *,
+    tune: bool = False,
+    limit: float,
+) -> tuple[Row | None, str]:
+    """What `run_worker` finds in a process of its own, or why there is nothing: it died, or took `limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
-        job.write_text(
-            json_format.dumps(
-                {"workload": workload, "wanted": list(wanted), "how": asdict(how), "plan_dir": str(plan_dir)}
-            ),
-            encoding="utf-8",
-        )
+        asked = {"workload": workload, "wanted": list(wanted), "how": asdict(how), "plan_dir": str(plan_dir)}
+        job.write_text(json_format.dumps({**asked, "tune": tune}), encoding="utf-8")
         environ = {"KINETO_LOG_LEVEL": "99", **os.environ}
         if gpu is not None:
             environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -177,21 +185,77 @@ def run_workload(
         reader = threading.Thread(target=_pass_on, args=(process.stderr, lines), daemon=True)
         reader.start()
         try:
-            code = process.wait(1.5 * how.time_limit + 60)
+            code = process.wait(limit)
             why = f"its process ended with exit code {code}: {lines[-1] if lines else ''}"
         except subprocess.TimeoutExpired:
-            why = f"its process did not end within {1.5 * how.time_limit + 60:.0f} s"
+            why = f"its process did not end within {limit:.0f} s"
         finally:
             _end(process)
             reader.join(5)
         result = job.with_suffix(".result")
         if result.exists():
-            found = json_format.loads(result.read_text(encoding="utf-8"))
-            return found["rows"], found["evidence"]
+            return json_format.loads(result.read_text(encoding="utf-8")), ""
+    return None, why
+
+
+def run_workload(
+    workload: str, wanted: Sequence[tuple[str, str]], how: How, plan_dir: Path, gpu: str | None
+) -> tuple[list[Row], Row | None]:
+    """Rows and evidence from a process of its own; where that dies or hangs, rows that say so and no evidence."""
+    found, why = in_process(workload, wanted, how, plan_dir, gpu, limit=1.5 * how.time_limit + 60)
+    if found is not None:
+        return found["rows"], found["evidence"]
     print(f"{workload}: {why}", file=sys.stderr, flush=True)
     empty = {"workload": workload, "status": "failed", "why": why[:300], "kernel_us": None, "wall_us": None}
     empty |= {"kernel_interval": None, "wall_interval": None, "rel_l2_error": None}
     return [{**empty, "precision": precision, "column": column} for precision, column in wanted], None
+
+
+def tune(
+    workloads: Sequence[str],
+    wanted: Sequence[tuple[str, str]],
+    how: How,
+    *,
+    jobs: int,
+    gpus: Sequence[str],
+    plan_dir: Path,
+) -> dict[str, Row]:
+    """Tunes fxopt's columns into the plan store, `jobs` at a time: they compile beside each other, and take turns to
+    measure. What a run finds is the same as in the workload's own process, which then applies the plans.
+
+    Their reports, by workload and column; a column whose process ends badly has none, and is tuned later.
+    """
+    free = _places(jobs, gpus)
+    tuned: dict[str, Row] = {name: {} for name in workloads}
+
+    def one(workload: str, precision: str, column: str) -> None:
+        gpu, name = free.get(), f"{column} {precision}"
+        try:
+            limit = 3 * how.tuning_limit + 120
+            found, why = in_process(
+                workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit
+            )
+        finally:
+            free.put(gpu)
+        if found is None:
+            print(f"{workload}, {name}: not tuned, {why}", file=sys.stderr, flush=True)
+        else:
+            tuned[workload][name] = found
+
+    ours = [(precision, column) for precision, column in wanted if column.startswith("fxopt")]
+    with ThreadPoolExecutor(jobs) as pool:
+        first = sorted(workloads, key=lambda name: not name.startswith("gpt2"))
+        for done in [pool.submit(one, name, *column) for name in first for column in ours]:
+            done.result()
+    return tuned
+
+
+def _places(jobs: int, gpus: Sequence[str]) -> queue.Queue[str | None]:
+    """A GPU for each of `jobs` processes at once, or None where there is none."""
+    free: queue.Queue[str | None] = queue.Queue()
+    for number in range(jobs):
+        free.put(gpus[number % len(gpus)] if gpus else None)
+    return free
 
 
 def _pass_on(stream: Any, lines: list[str]) -> None:
@@ -228,24 +292,29 @@ def compare(
     gpus: Sequence[str],
     resume: bool,
     plan_dir: Path,
+    tune_jobs: int = 0,
 ) -> None:
     """Measure those workloads that `resume` does not find finished, in `jobs` processes at a time. More than there are
     GPUs share them: they compile beside each other, and take turns to measure.
+
+    tune_jobs: tune fxopt's columns before, so many at a time (0: in the workload's process, one after the other).
     """
     left = [name for name in workloads if not (resume and store.finished(name, wanted))]
     for name in workloads:
         if name not in left:
             print(f"{name}: finished at this commit", file=sys.stderr, flush=True)
-    free: queue.Queue[str | None] = queue.Queue()
-    for number in range(jobs):
-        free.put(gpus[number % len(gpus)] if gpus else None)
+    tuned = tune(left, wanted, how, jobs=tune_jobs, gpus=gpus, plan_dir=plan_dir) if tune_jobs else {}
+    free = _places(jobs, gpus)
 
     def one(name: str) -> None:
         gpu = free.get()
         try:
-            store.put(name, *run_workload(name, wanted, how, plan_dir, gpu))
+            rows, evidence = run_workload(name, wanted, how, plan_dir, gpu)
         finally:
             free.put(gpu)
+        if evidence is not None and name in tuned:
+            evidence["tuned"] = tuned[name]
+        store.put(name, rows, evidence)
 
     with ThreadPoolExecutor(jobs) as pool:
         # What takes longest goes first.
@@ -264,6 +333,7 @@ def main() -> None:
         objectives: str = typer.Option("kernel,wall", help="fxopt's objectives, with commas."),
         json: Path = typer.Option(None, help="The list of rows. Rows of other workloads in it are kept."),
         jobs: int = typer.Option(1, min=1, help="Processes at once; on one GPU they take turns to measure."),
+        tune_jobs: int = typer.Option(0, min=0, help="Tune fxopt's columns before, so many processes at once."),
         resume: bool = typer.Option(False, "--resume", help="Leave workloads alone that are finished at this commit."),
         columns_: str = typer.Option("", "--columns", help="Only these columns, with commas; -NAME leaves one out."),
         time_limit: float = typer.Option(300.0, help="Seconds for a workload."),
@@ -300,7 +370,15 @@ def main() -> None:
             store = Store(json or Path(temporary) / "rows" / "comparison.json", stamp)
             gpus = visible_gpus() if where == "cuda" else []
             compare(
-                chosen, wanted, how, store, jobs=jobs, gpus=gpus, resume=resume, plan_dir=plan_dir or Path(temporary)
+                chosen,
+                wanted,
+                how,
+                store,
+                jobs=jobs,
+                gpus=gpus,
+                resume=resume,
+                plan_dir=plan_dir or Path(temporary),
+                tune_jobs=tune_jobs,
             )
             from case_studies import tables
 

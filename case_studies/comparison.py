@@ -121,6 +121,34 @@ def compare_workload(
     return rows, evidence
 
 
+def tune_column(name: str, wanted: tuple[str, str], how: How, plan_dir: Path) -> dict[str, Any]:
+    """Tunes one of fxopt's columns, whose plan is kept in `plan_dir`: its report, and how long it took."""
+    from profiler_core import roofline
+
+    watch = runner.Stopwatch()
+    device = torch.device(how.device)
+    trains = COMPARED[name].trains
+    with watch.phase("model, ceilings"):
+        model, first = build(name, device, small=how.small)
+        (inputs,) = more_inputs(model, first, 1)
+        roofline.ceilings(device, plan_dir / "ceilings")
+    (column,) = columns.columns(
+        model,
+        inputs,
+        device,
+        [wanted],
+        trains=trains,
+        plan_dir=plan_dir,
+        tuning_limit=how.tuning_limit,
+        ablated=[text.strip() for text in how.ablate.split(",")],
+    )
+    _say(name, watch, f"{column.variant.name}: tuning")
+    with watch.phase("fxopt"), column.variant.context(), torch.no_grad():
+        column.variant.build()
+    _say(name, watch, f"{column.variant.name}: tuned")
+    return {"seconds": watch.seconds, "report": _without_profiles(column.reports[-1])}
+
+
 def reference(model: torch.nn.Module, inputs: Sequence[Sequence[Any]], *, trains: bool) -> list[Any]:
     """What the model gives in fp64, for each set of inputs; of a training step, loss and gradients."""
     exact = copy.deepcopy(model).double()

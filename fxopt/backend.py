@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import io
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxopt.options import Mode, OptionError, split_options
 from fxopt.overlap import OverlapWatch
+from fxopt.reference import clone_inputs
 from fxopt.report.model import GraphReport, remember
 from fxopt.stage import stage_of
 from fxopt.torch_api import dynamo, inductor
-from fxopt.tuner import FxoptWarning, Tuner, warn
+from fxopt.tuner import FxoptWarning, Tuner, graph_device, warn
 
 __all__ = ["Backend", "FxoptWarning", "profile_guided"]
 
@@ -70,6 +74,11 @@ class Backend:
             failed = f"{_where(error)} failed, so the model runs on plain Inductor: {type(error).__name__}: {error}"
         if failed:
             # Outside of the handler, which holds all that was measured, memory of the device included.
+            if theirs := _fails_by_itself(gm, example_inputs):
+                failed = (
+                    f"the model's own call fails, with fxopt and without ({theirs}): nothing was measured, and it runs "
+                    "on plain Inductor"
+                )
             warn(failed)
             report.source, report.decision, report.frozen = "fallback", "baseline", False
             report.messages.append(failed)
@@ -114,6 +123,27 @@ def _where(error: Exception) -> str:
     """The stage in which an error arose."""
     name = stage_of(error)
     return f"the stage {name!r}" if name else "deciding what to do"
+
+
+def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """The error of the graph as Dynamo captured it, run once more on copies of its inputs; "" where it runs.
+
+    What is wrong with the caller's own call (an index out of range, types that do not fit) is no failure of fxopt's.
+    """
+    if dynamo.collectives(gm):  # in which the other ranks would not take part
+        return ""
+    try:
+        real = dynamo.concrete(inputs)
+        devices = [graph_device(inputs)] if graph_device(inputs).type == "cuda" else []
+        quiet = contextlib.redirect_stderr(io.StringIO())  # FX prints where in its code an error arose
+        with quiet, dynamo.outside_tracing(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+            dynamo.copy_graph(gm)(*clone_inputs(real, frozenset()))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # Perhaps the copies were too much; and once a kernel has gone astray, everything on that device fails.
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 #: what was written to each file of the option `report`: one report over all graphs of the process that name it
@@ -163,7 +193,8 @@ def profile_guided(
     return backend(gm, example_inputs)
 
 
-def _no_graph_reached() -> None:
+def no_graph_reached() -> None:
+    """What a process hears at its end that asked for the backend and never reached it."""
     if _graphs_seen == 0 and _asked_for_by_name():
         import sys
 
@@ -179,4 +210,4 @@ def _asked_for_by_name() -> bool:
 
 
 # Only torch.compile loads this module by name, and only a process that did so hears about it at its end.
-atexit.register(_no_graph_reached)
+atexit.register(no_graph_reached)

@@ -6,18 +6,19 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxopt import measure as timing
-from fxopt.measure import PairedResult
+from fxopt.report.comparison import Comparison
 from fxopt.script import Outcome, Target, Work, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fxopt.report.model import Report
     from profiler_core.collect.module_calls import Call
 
 
@@ -25,35 +26,12 @@ class NothingToMeasure(Exception):
     """There is no model, or none that can be measured; the message says why and what to do."""
 
 
-@dataclass
-class Comparison:
-    """Times of a call in ns, medians; each result compares the first name with the second in pairs (ratio above 1: the
-    second is faster). ``passes``: what fxopt keeps. ``error``: relative L2 distance of fxopt's output from eager's.
+def measure(work: Work, options: Mapping[str, Any], *, pairs: int = 30) -> Report:
+    """Times the work in its three forms, and at precision "bf16" under autocast as well; in the report's `comparison`.
+    Raises NothingToMeasure for a model in training mode.
     """
-
-    times: dict[str, float]
-    results: dict[tuple[str, str], PairedResult]
-    passes: list[str]
-    device: str
-    error: float | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        results = [{"before": a, "after": b, **asdict(result)} for (a, b), result in self.results.items()]
-        return {
-            "device": self.device,
-            "times_ns": self.times,
-            "results": results,
-            "passes": self.passes,
-            "rel_l2_to_eager": self.error,
-            "notes": self.notes,
-        }
-
-
-def measure(work: Work, options: Mapping[str, Any], *, pairs: int = 30) -> Comparison:
-    """Times the work in its three forms. Raises NothingToMeasure for a model in training mode."""
     import fxopt
-    from fxopt.report.model import collect_reports
+    from fxopt.report.model import Report, collect_reports
 
     if work.model is not None and work.model.training:
         raise NothingToMeasure(
@@ -76,43 +54,36 @@ def measure(work: Work, options: Mapping[str, Any], *, pairs: int = 30) -> Compa
         expected = _tensors(forms["eager"]())
         error = _distance(expected, _tensors(forms["fxopt"]()))
         device = next((tensor.device for tensor in expected), _device())
+        if options.get("precision") == "bf16" and work.model is not None:
+            fxopts = forms.pop("fxopt")
+            forms |= {"autocast": _autocast(work, device), "fxopt": fxopts}
         forms["Inductor"]()
         noise = timing.noise_floor(forms["Inductor"], [()], device=device, pairs=max(6, pairs // 3))
         results = {
             (a, b): timing.compare(forms[a], forms[b], [()], device=device, pairs=pairs, noise=noise)
-            for a, b in (("eager", "Inductor"), ("eager", "fxopt"), ("Inductor", "fxopt"))
+            for a, b in combinations(forms, 2)
         }
     if not graphs:
         notes.append("no graph of it reached the compiler: Inductor and fxopt run it as eager does")
-    times = {"eager": results["eager", "Inductor"].baseline_ns}
-    times["Inductor"] = results["Inductor", "fxopt"].baseline_ns
+    times = {name: results[name, "fxopt"].baseline_ns for name in forms if name != "fxopt"}
     times["fxopt"] = results["Inductor", "fxopt"].candidate_ns
     for (a, b), result in results.items():
         notes += [f"{a} against {b}: {mark}" for mark in result.marked]
     passes = list(dict.fromkeys(name for graph in graphs for name in graph.passes))
-    return Comparison(times, results, passes, str(device), error, notes)
+    found = Comparison(times, results, passes, str(device), error, notes)
+    found.notes += [found.doubt] if found.doubt else []
+    return Report(graphs=list(graphs), comparison=found)
 
 
-def table(found: Comparison) -> str:
-    """For a terminal and for a pipe alike."""
-    from fxopt.report.terminal import duration
+def _autocast(work: Work, device: torch.device) -> Callable[[], Any]:
+    """The model as Inductor compiles it under autocast to bfloat16, which is torch's own way to that precision."""
+    compiled = torch.compile(work.model)
 
-    lines = [f"{'':<10}{'a call':>12}   {'against eager':<26}against Inductor"]
-    for name, time in found.times.items():
-        cells = [_ratio(found.results.get((base, name))) for base in ("eager", "Inductor")]
-        lines.append(f"{name:<10}{duration(time):>12}   {cells[0]:<26}{cells[1]}".rstrip())
-    kept = ", ".join(found.passes) if found.passes else "none; it runs Inductor's code"
-    pair = found.results["Inductor", "fxopt"]
-    lines.append(f"on {found.device}; passes kept: {kept}")
-    if found.error is not None:
-        lines.append(f"relative L2 distance of fxopt's output from eager's: {found.error:.1e}")
-    verdict = "faster" if pair.faster else "slower" if pair.slower else "not told apart by these pairs"
-    lines.append(f"fxopt against Inductor: {verdict} (95 % intervals, noise {100 * pair.noise:.1f} %)")
-    return "\n".join(lines)
+    def call() -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return compiled(*work.args, **work.kwargs)
 
-
-def _ratio(result: PairedResult | None) -> str:
-    return "" if result is None else f"{result.ratio:.2f}x ({result.low:.2f} to {result.high:.2f})"
+    return call
 
 
 def work_of_program(target: Target) -> tuple[Work, Outcome]:
@@ -125,6 +96,8 @@ def work_of_program(target: Target) -> tuple[Work, Outcome]:
     seen = _FirstCalls()
     with watching(seen):
         outcome = run(target)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     if not seen.calls:
         ended = f" (the program ended with exit code {outcome.code})" if outcome.code else ""
         raise NothingToMeasure(

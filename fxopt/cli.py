@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fxopt.cli_output import CliError, pairs, rows, taught
+from fxopt.cli_output import CliError, Interrupted, pairs, rows, taught
 
 if TYPE_CHECKING:
     import typer
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     from fxopt.plan import PlanStoreError
 
     try:
-        result = build_app()(list(arguments), prog_name="fxopt", standalone_mode=True)
+        result = _command()(list(arguments), prog_name="fxopt", standalone_mode=True)
     except SystemExit as exit_:
         if isinstance(exit_.__context__, BrokenPipeError):  # typer's exit 1: its reader has seen enough
             return 0
@@ -45,13 +45,33 @@ def run(arguments: Sequence[str]) -> int:
     except OptionError as error:  # a value on the command line, or in a variable that stands for one
         print(f"fxopt: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("fxopt: interrupted", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as error:
+        kept = str(error) or "files are written whole or not at all, and nothing temporary is left"
+        print(f"fxopt: interrupted; {kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         sys.stderr.close()
         return 0
     return result if isinstance(result, int) else 0
+
+
+def _command() -> Any:
+    """The application, for one command line. typer answers Ctrl-C by itself, each version in another way: what it does
+    not know passes through.
+    """
+    import typer
+
+    command = typer.main.get_command(build_app())
+    invoke = command.invoke
+
+    def guarded(context: Any) -> Any:
+        try:
+            return invoke(context)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+    command.invoke = guarded  # type: ignore[assignment]
+    return command
 
 
 def build_app() -> typer.Typer:

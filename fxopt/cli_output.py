@@ -8,9 +8,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from profiler_core.quantities import duration, quantity
+
 
 class CliError(Exception):
     """What the user has to read instead of a result."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C; its text says what was kept."""
 
 
 def taught(what: str, *examples: str, then: str) -> str:
@@ -34,6 +40,21 @@ def cell(value: Any) -> str:
     if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
         return ", ".join(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def spelled(value: Any, name: str = "") -> Any:
+    """As people read it: times, which JSON has in ns under a name that says so, and numbers beside their unit."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and name.endswith("_ns"):
+        return duration(value)
+    if isinstance(value, Mapping):
+        unit = value.get("unit")
+        if isinstance(unit, str):
+            numbers = {key: value.get(key) for key in ("value", "threshold")}
+            told = {key: quantity(item, unit) for key, item in numbers.items() if isinstance(item, (int, float))}
+            value = {key: told.get(key, item) for key, item in value.items() if key != "unit"}
+        return {str(key).removesuffix("_ns"): spelled(item, str(key)) for key, item in value.items()}
+    return [spelled(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def rows(found: Sequence[Mapping[str, Any]], as_json: bool, nothing: str) -> None:
@@ -64,6 +85,7 @@ def pairs(values: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values, indent=2))
         return
+    values = spelled(values)
     width = max(map(len, values))
     for name, value in values.items():
         nested = isinstance(value, (dict, list)) and value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fxopt.cli_output import CliError, pairs, rows, taught
+from fxopt.cli_output import CliError, pairs, rows, spelled, taught
 
 if TYPE_CHECKING:
     import typer
@@ -71,7 +71,11 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
         as_json: bool = as_json_option,
     ) -> None:
         store = _store(plan_dir)
-        rows(differences(_load(store, key), _load(store, other)), as_json, "the two plans say the same")
+        found = differences(_load(store, key), _load(store, other))
+        if not as_json:
+            sides = ("first", "second")
+            found = [row | {side: spelled(row[side], row["value"]) for side in sides} for row in found]
+        rows(found, as_json, "the two plans say the same")
 
     @plans.command(
         "remove",

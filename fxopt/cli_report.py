@@ -7,39 +7,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from fxopt.cli_output import CliError
-from fxopt.cli_show import Wanted, busy, console, present
+from fxopt.cli_parameters import grouped
+from fxopt.cli_show import Savable, Wanted, busy, console, present
 
 if TYPE_CHECKING:
-    import typer
-
     from fxopt.report.model import Report
     from profiler_core.profiles import Profile
 
 
 def add_commands(app: typer.Typer) -> None:
-    import typer
-
-    html_option = typer.Option(None, "--html", help="Write one self-contained HTML page.", metavar="OUT")
-    markdown_option = typer.Option(False, "--markdown", help="Print Markdown, for a pull request.")
-    save_option = typer.Option(None, "--save", help="Write the profile as JSON, for `fxopt report`.", metavar="OUT")
-    json_option = typer.Option(False, "--json", help="Print JSON.")
-    quiet_option = typer.Option(False, "--quiet", "-q", help="No progress, no report on the terminal.")
-
     @app.command("load", short_help="A profile from files of torch.profiler, nsys and ncu.")
+    @grouped
     def load_(
-        files: list[Path] = typer.Argument(..., help="Files of one workload, in any order.", metavar="FILES..."),
+        files: list[Path] = typer.Argument(..., help="Files of one workload, in any order.", metavar="FILES"),
         calls: int | None = typer.Option(
             None, "--calls", help="How many calls the trace holds, where it does not mark them.", metavar="N"
         ),
         chip: str | None = typer.Option(
             None, "--chip", help="The GPU, such as GH100, for counters without a trace that names it.", metavar="CHIP"
         ),
-        html: Path | None = html_option,
-        markdown: bool = markdown_option,
-        save: Path | None = save_option,
-        as_json: bool = json_option,
-        quiet: bool = quiet_option,
+        *,
+        wanted: Savable,
     ) -> None:
         """A profile from files that other tools wrote: torch.profiler, nsys, ncu, Inductor's log, saved profiles.
 
@@ -52,29 +43,26 @@ def add_commands(app: typer.Typer) -> None:
 
         Next: fxopt explain NODE FILE. docs/profiling.md says which files and versions are read.
         """
-        wanted = Wanted(html, save, markdown, as_json, quiet)
         wanted.check()
         profile = loaded(files, wanted, calls, chip)
         present(profile, wanted)
 
     @app.command("report", short_help="Show a report or a profile that was written earlier.")
+    @grouped
     def report(
         file: Path = typer.Argument(..., help="A report, a saved profile, a plan, or a trace.", metavar="FILE"),
-        html: Path | None = html_option,
-        markdown: bool = markdown_option,
-        as_json: bool = json_option,
-        quiet: bool = quiet_option,
+        *,
+        wanted: Wanted,
     ) -> None:
         """Shows a report or a profile that was written earlier: on the terminal, as a page, as Markdown.
 
-        Reports are written by `fxopt optimize --save`, and by the option `report` of the backend; profiles by `--save`
-        of `profile` and `load`.
+        Reports are written by `fxopt optimize --save` and `fxopt bench --save`, and by the option `report` of the
+        backend; profiles by `--save` of `profile` and `load`.
 
         Example: fxopt report run.json --html run.html
 
         Next: fxopt explain NODE FILE, for all that is known of one node.
         """
-        wanted = Wanted(html, None, markdown, as_json, quiet)
         wanted.check()
         present(read(file), wanted)
 
@@ -82,9 +70,9 @@ def add_commands(app: typer.Typer) -> None:
     def explain(
         node: str = typer.Argument(..., help="A node as the report names it, such as addmm_1.", metavar="NODE"),
         file: Path | None = typer.Argument(
-            None, help="A report or a saved profile; else the one saved last in this folder.", metavar="[FILE]"
+            None, help="A report or a saved profile; else the one saved last in this folder.", metavar="FILE"
         ),
-        as_json: bool = json_option,
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     ) -> None:
         """All that is known of one node: source line, module, kernels, counters, labels and what passes did about it.
 
@@ -110,13 +98,12 @@ def add_commands(app: typer.Typer) -> None:
         terminal.render_explanation(found, console())
 
     @app.command("diff", short_help="What changed between two profiles or reports.")
+    @grouped
     def diff(
         before: Path = typer.Argument(..., help="A report, a saved profile or a trace.", metavar="BEFORE"),
         after: Path = typer.Argument(..., help="The other one.", metavar="AFTER"),
-        html: Path | None = html_option,
-        markdown: bool = markdown_option,
-        as_json: bool = json_option,
-        quiet: bool = quiet_option,
+        *,
+        wanted: Wanted,
     ) -> None:
         """What changed between two profiles or reports: time of nodes, groups and kernels; labels gone and new.
 
@@ -125,9 +112,8 @@ def add_commands(app: typer.Typer) -> None:
 
         Example: fxopt diff before.json after.json --markdown
 
-        Next: fxopt bench, which measures two versions in turns and gives an interval.
+        Next: fxopt bench, which times eager, Inductor and fxopt in turns, each ratio with an interval.
         """
-        wanted = Wanted(html, None, markdown, as_json, quiet)
         wanted.check()
         from fxopt.report.diff import diff as compare
 

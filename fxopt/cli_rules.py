@@ -35,7 +35,7 @@ def add_commands(app: typer.Typer) -> None:
         thresholds: Path | None = typer.Option(
             None,
             "--thresholds",
-            help="A TOML file of thresholds over the defaults; else FXOPT_THRESHOLDS's.",
+            help="A TOML file of thresholds over the defaults; else the one that FXOPT_THRESHOLDS names.",
             metavar="FILE",
         ),
         as_json: bool = as_json_option,

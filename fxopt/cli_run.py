@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fxopt.cli_output import CliError
+import typer
+
+from fxopt.cli_output import CliError, Interrupted
+from fxopt.cli_parameters import Program, Tuning, grouped
 from fxopt.cli_show import (
+    Savable,
     Wanted,
     busy,
     ceilings_here,
-    option_values,
     present,
     program_command,
     shown_options,
     spelt,
     stdout_kept_for_the_result,
     warn,
+    write_files,
 )
 
 if TYPE_CHECKING:
-    import typer
-
-    from fxopt.report.model import Report
+    from fxopt.report.model import GraphReport, Report
     from fxopt.rerouted import Rerouted
     from fxopt.script import Outcome, Target
 
@@ -34,38 +37,14 @@ def quiet_kineto() -> None:
 
 
 def add_commands(app: typer.Typer) -> None:
-    import typer
-
     command = program_command()
-    program = typer.Argument(
-        None, help="A script, or package.module:function; with -m, the program's first argument.", metavar="PROGRAM"
-    )
-    arguments = typer.Argument(None, help="The program's arguments, after --.", metavar="ARGS")
-    module_option = typer.Option(None, "-m", help="Run a module, as python -m does.", metavar="MODULE")
-    html_option = typer.Option(None, "--html", help="Write one self-contained HTML page.", metavar="OUT")
-    markdown_option = typer.Option(False, "--markdown", help="Print Markdown, for a pull request.")
-    json_option = typer.Option(False, "--json", help="Print JSON; the program's own output goes to stderr.")
-    quiet_option = typer.Option(False, "--quiet", "-q", help="No progress, no report on the terminal.")
-    precision_option = typer.Option(
-        None, "--precision", help="What a rewrite may cost: fp32 (default), tf32, bf16, or a number.", metavar="CLASS"
-    )
-    objective_option = typer.Option(
-        None, "--objective", help="What decides: wall (default) or kernel time.", metavar="TIME"
-    )
-    time_limit_option = typer.Option(
-        None, "--time-limit", help="Seconds of tuning a graph, 600 by default.", metavar="SECONDS"
-    )
-    options_option = typer.Option(
-        None, "--option", "-o", help="Another option of fxopt's or Inductor's, key=value.", metavar="KEY=VALUE"
-    )
 
     @app.command("profile", cls=command, short_help="Where a program's time goes, and what limits it.")
+    @grouped
     def profile(
-        program: str | None = program,
-        arguments: list[str] | None = arguments,
-        module: str | None = module_option,
-        skip: int = typer.Option(3, "--skip", help="Calls of the model that are left out as warm-up.", min=0),
-        calls: int = typer.Option(5, "--calls", help="Calls that are profiled after them.", min=1),
+        program: Program,
+        skip: int = typer.Option(3, "--skip", help="Calls of the model left out as warm-up.", min=0, metavar="N"),
+        calls: int = typer.Option(5, "--calls", help="Calls that are profiled after them.", min=1, metavar="N"),
         whole: bool = typer.Option(False, "--whole", help="Profile everything, as one call. For short programs."),
         counters: str | None = typer.Option(
             None, "--counters", help="Of a function on a GPU: none, quick (default) or full.", metavar="SET"
@@ -73,11 +52,8 @@ def add_commands(app: typer.Typer) -> None:
         no_ceilings: bool = typer.Option(
             False, "--no-ceilings", help="Do not measure what the device can reach where that is not known."
         ),
-        save: Path | None = typer.Option(None, "--save", help="Write the profile as JSON.", metavar="OUT"),
-        html: Path | None = html_option,
-        markdown: bool = markdown_option,
-        as_json: bool = json_option,
-        quiet: bool = quiet_option,
+        *,
+        wanted: Savable,
     ) -> None:
         """Where a program's time goes: by kernel, operator, FX node, module and source line, and what limited it.
 
@@ -94,28 +70,14 @@ def add_commands(app: typer.Typer) -> None:
         A function is called without arguments; it does the work, or returns (model, inputs). The exit code is the
         program's own.
 
-        Next: fxopt explain NODE profile.json, and fxopt optimize for what can be done.
+        Next: with --save profile.json, fxopt explain NODE profile.json; and fxopt optimize for what can be done.
         """
-        wanted = Wanted(html, save, markdown, as_json, quiet)
         wanted.check()
-        target = _target(program, arguments, module)
-        raise typer.Exit(run_profile(target, wanted, skip, calls, whole, counters, no_ceilings))
+        raise typer.Exit(run_profile(program.target(), wanted, skip, calls, whole, counters, no_ceilings))
 
     @app.command("optimize", cls=command, short_help="Run a program faster, and say what was done and gained.")
-    def optimize(
-        program: str | None = program,
-        arguments: list[str] | None = arguments,
-        module: str | None = module_option,
-        precision: str | None = precision_option,
-        objective: str | None = objective_option,
-        time_limit: float | None = time_limit_option,
-        options: list[str] | None = options_option,
-        save: Path | None = typer.Option(None, "--save", help="Write the report as JSON.", metavar="OUT"),
-        html: Path | None = html_option,
-        markdown: bool = markdown_option,
-        as_json: bool = json_option,
-        quiet: bool = quiet_option,
-    ) -> None:
+    @grouped
+    def optimize(program: Program, tuning: Tuning, wanted: Savable) -> None:
         """Runs a program with its models on the backend profile_guided, and says what was found, done and gained.
 
         Where the program calls torch.compile, that backend takes Inductor's place; where it does not, its outermost
@@ -131,71 +93,39 @@ def add_commands(app: typer.Typer) -> None:
 
         Next: fxopt bench with the same program, for eager, Inductor and fxopt side by side.
         """
-        wanted = Wanted(html, save, markdown, as_json, quiet)
         wanted.check()
-        chosen = _options(options, precision, objective, time_limit)
-        raise typer.Exit(run_optimize(_target(program, arguments, module), wanted, chosen))
+        chosen = tuning.options()
+        raise typer.Exit(run_optimize(program.target(), wanted, chosen))
 
     @app.command("bench", cls=command, short_help="Eager, Inductor and fxopt side by side in one run.")
+    @grouped
     def bench(
-        program: str | None = program,
-        arguments: list[str] | None = arguments,
-        module: str | None = module_option,
-        precision: str | None = precision_option,
-        objective: str | None = objective_option,
-        time_limit: float | None = time_limit_option,
-        options: list[str] | None = options_option,
-        pairs: int = typer.Option(30, "--pairs", help="Pairs of timed blocks of each comparison.", min=6),
-        as_json: bool = json_option,
-        quiet: bool = quiet_option,
+        program: Program,
+        tuning: Tuning,
+        pairs: Annotated[
+            int, typer.Option("--pairs", help="Pairs of timed blocks of each comparison.", min=6, metavar="N")
+        ] = 30,
+        *,
+        wanted: Savable,
     ) -> None:
         """Eager, Inductor and fxopt side by side in one run: time of a call, ratios with intervals.
 
         Blocks of two versions alternate, so that a machine that gets slower slows both; the ratio is the median over
         the pairs, with a 95 % interval that assumes no distribution. fxopt follows its plan where there is one, and
-        tunes first where there is none.
+        tunes first where there is none. With --precision bf16 the model under torch's autocast is timed as well.
 
         Example: fxopt bench package.module:function
 
-        Example: fxopt bench infer.py --pairs 50 -- --batch 8
+        Example: fxopt bench infer.py --pairs 50 --html page.html -- --batch 8
 
         Of a script, the model that it calls most often is measured after the script has ended, on the inputs of that
         model's first call, without gradients.
 
         Next: fxopt optimize, for what was done to the model.
         """
-        wanted = Wanted(as_json=as_json, quiet=quiet)
-        chosen = _options(options, precision, objective, time_limit)
-        raise typer.Exit(run_bench(_target(program, arguments, module), wanted, chosen, pairs))
-
-
-def _target(program: str | None, arguments: list[str] | None, module: str | None) -> Target:
-    import typer
-
-    from fxopt.script import Target, TargetError
-
-    rest = list(arguments or ())
-    if module is not None:
-        return Target.of(module, [*([program] if program is not None else []), *rest], module=True)
-    if program is None:
-        raise typer.BadParameter("no program was given: a script, -m MODULE, or package.module:function")
-    try:
-        return Target.of(program, rest)
-    except TargetError as error:
-        raise CliError(str(error)) from None
-
-
-def _options(
-    given: list[str] | None, precision: str | None, objective: str | None, time_limit: float | None
-) -> dict[str, Any]:
-    """Checked now: a backend that is handed a bad option runs plain Inductor. Raises OptionError."""
-    chosen = option_values(given or (), precision=precision, objective=objective, time_limit=time_limit)
-    from fxopt.options import split_options
-    from fxopt.torch_api import inductor
-
-    quiet_kineto()
-    split_options(None, chosen, inductor.config_keys(), inductor.list_modes())
-    return chosen
+        wanted.check()
+        chosen = tuning.options()
+        raise typer.Exit(run_bench(program.target(), wanted, chosen, pairs))
 
 
 def run_profile(
@@ -212,20 +142,53 @@ def run_profile(
     try:
         with stdout_kept_for_the_result(wanted):
             profile, outcome = run_profiled(target, skip=skip, calls=calls, whole=whole, counters=counters)
+    except KeyboardInterrupt:
+        raise Interrupted("nothing was profiled, and nothing is left behind") from None
     except NothingRecorded as error:
         outcome = getattr(error, "outcome", outcome)
+        if outcome.interrupted:
+            raise Interrupted("nothing was profiled, and nothing is left behind") from None
         if not outcome.code:
             print_problem(str(error), outcome)
         else:
             print_problem("the program ended before anything could be profiled", outcome)
         return outcome.code or 1
-    except (TargetError, ProfilerError, ValueError) as error:
+    except (TargetError, ProfilerError) as error:
         raise CliError(str(error)) from error
+    except Exception as error:
+        return _failed(target, error)
     if outcome.code:
         wanted.say(f"the program ended with exit code {outcome.code}; what follows was profiled before")
     present(profile, wanted, **({} if no_ceilings else _known(profile, wanted)))
+    if outcome.interrupted:
+        raise Interrupted(f"what was profiled before is {_where(wanted)}")
     wanted.say(f"what can be done about it:  fxopt optimize {target.ours}")
     return outcome.code
+
+
+def _where(wanted: Wanted) -> str:
+    """Where the result of a command that was interrupted is, after `present`."""
+    files = [str(path) for path in (wanted.save, wanted.html) if path is not None]
+    return f"kept in {' and '.join(files)}" if files else "all that is shown; no file was written"
+
+
+def _plans(graphs: Sequence[GraphReport]) -> str:
+    """What a command that was interrupted leaves behind: the decisions that were written before."""
+    kept = len({graph.plan_path for graph in graphs if graph.plan_path and graph.source == "tuned"})
+    if not kept:
+        return "no graph was decided, and nothing is left behind"
+    return f"{kept} graph{'s were' if kept > 1 else ' was'} decided before, and the plan{'s' * (kept > 1)} kept"
+
+
+def _failed(target: Target, error: Exception) -> int:
+    """The exit code of a function whose own call fails; its traceback is told as Python tells it."""
+    from fxopt.script import Outcome, print_error, raised_in_fxopt
+
+    if target.kind != "function" or raised_in_fxopt(error):
+        raise error
+    print_error(error)
+    print_problem(f"the call of {target.name} failed, as told above", Outcome())
+    return 1
 
 
 def print_problem(text: str, outcome: Outcome) -> None:
@@ -252,28 +215,43 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
     wanted.say(f"running {target.command}; the first call of each graph is measured and tuned")
     outcome, state = Outcome(), None
     running = {"verbose": not wanted.quiet, **options}
-    try:
-        with stdout_kept_for_the_result(wanted):
-            if target.kind == "function":
-                with as_main(target):
-                    report, line = _optimized_function(work_of(target), options, running)
-            else:
-                with collect_reports() as graphs, rerouted(running) as state:
-                    outcome = run(target)
-                report, line = Report(graphs=graphs), _line(state, options)
-    except TargetError as error:
-        raise CliError(str(error)) from error
+    with collect_reports() as graphs:
+        try:
+            with stdout_kept_for_the_result(wanted):
+                if target.kind == "function":
+                    with as_main(target):
+                        report, line = _optimized_function(work_of(target), options, running)
+                else:
+                    with rerouted(running) as state:
+                        outcome = run(target)
+                    report, line = Report(graphs=graphs), _line(state, options)
+        except TargetError as error:
+            raise CliError(str(error)) from error
+        except KeyboardInterrupt:
+            raise Interrupted(_plans(graphs)) from None
+        except Exception as error:
+            return _failed(target, error)
     if state is not None:
         report.messages += state.left
+    if outcome.interrupted and not report.graphs:
+        raise Interrupted(_plans(graphs))
     if not report.graphs:
-        print_problem(_no_graph(state), outcome)
+        from fxopt.backend import no_graph_reached
+
+        atexit.unregister(no_graph_reached)  # it would say at the end what is said here
+        failed = "nothing was optimised: the program's own error, above, came before a graph was compiled"
+        print_problem(_no_graph(state) if outcome.error is None else failed, outcome)
         return outcome.code or 1
     if outcome.code:
         wanted.say(f"the program ended with exit code {outcome.code}; what follows was decided before")
     present(report, wanted)
-    for path in dict.fromkeys(graph.plan_path for graph in report.graphs if graph.plan_path):
+    if outcome.interrupted:
+        raise Interrupted(_plans(graphs))
+    decided = [graph for graph in report.graphs if graph.source in ("tuned", "plan")]
+    for path in dict.fromkeys(graph.plan_path for graph in decided if graph.plan_path):
         wanted.say(f"plan: {path}")
-    wanted.say(f"to have it in the program:  {line}")
+    if any(graph.source != "fallback" for graph in report.graphs):
+        wanted.say(f"to have it in the program:  {line}")
     return outcome.code
 
 
@@ -321,25 +299,38 @@ def run_bench(target: Target, wanted: Wanted, options: dict[str, Any], pairs: in
     quiet_kineto()
     from fxopt import bench
     from fxopt.cli_output import pairs as print_pairs
+    from fxopt.report import markdown
+    from fxopt.report.comparison import text
+    from fxopt.report.model import collect_reports
     from fxopt.script import Outcome, TargetError, as_main, work_of
 
     outcome = Outcome()
-    try:
-        with stdout_kept_for_the_result(wanted):
-            if target.kind == "function":
-                with as_main(target):
-                    work = work_of(target)
-            else:
-                wanted.say(f"running {target.command} for its model and inputs")
-                work, outcome = bench.work_of_program(target)
-            with busy(wanted, "measuring eager, Inductor and fxopt in turns"):
-                found = bench.measure(work, options, pairs=pairs)
-    except (TargetError, bench.NothingToMeasure) as error:
-        raise CliError(str(error)) from error
+    with collect_reports() as graphs:
+        try:
+            with stdout_kept_for_the_result(wanted):
+                if target.kind == "function":
+                    with as_main(target):
+                        work = work_of(target)
+                else:
+                    wanted.say(f"running {target.command} for its model and inputs")
+                    work, outcome = bench.work_of_program(target)
+                with busy(wanted, "measuring eager, Inductor and fxopt in turns"):
+                    report = bench.measure(work, options, pairs=pairs)
+        except (TargetError, bench.NothingToMeasure) as error:
+            raise CliError(str(error)) from error
+        except KeyboardInterrupt:
+            raise Interrupted(_plans(graphs)) from None
+        except Exception as error:
+            return _failed(target, error)
+    found = report.comparison
+    assert found is not None
     for note in found.notes:
         warn(note)
+    write_files(report, wanted)
     if wanted.as_json:
         print_pairs(found.to_json(), True)
-    else:
-        print(bench.table(found))
+    elif wanted.markdown:
+        print("\n\n".join(markdown.compared(found)))
+    elif not wanted.quiet:
+        print(text(found))
     return outcome.code

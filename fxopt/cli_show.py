@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from fxopt.cli_output import CliError
 
@@ -24,11 +26,13 @@ stdout_is_taken = False  # whether a program ran whose output must not be mixed 
 class Wanted:
     """The forms of the result that were asked for; without any, the terminal's."""
 
-    html: Path | None = None
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write one self-contained HTML page.", metavar="OUT")
+    ] = None
     save: Path | None = None
-    markdown: bool = False
-    as_json: bool = False
-    quiet: bool = False
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report on the terminal.")] = False
 
     def check(self) -> None:
         """Before anything runs. Raises CliError for files that cannot be written, and for two forms at once."""
@@ -53,6 +57,15 @@ class Wanted:
         """Progress, on stderr."""
         if not self.quiet:
             print(f"fxopt: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Savable(Wanted):
+    """The same of a command whose result can be saved."""
+
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write it as JSON, which `fxopt report` shows again.", metavar="OUT")
+    ] = None
 
 
 def warn(text: str) -> None:
@@ -83,17 +96,28 @@ def console() -> Console:
     return Console(file=sys.stdout, width=WIDTH, color_system=None, force_terminal=False)
 
 
-def present(subject: Any, wanted: Wanted, *, save: Callable[[Path], None] | None = None, **known: Any) -> None:
+def present(subject: Any, wanted: Wanted, **known: Any) -> None:
     """A Report, a Profile or a Diff in the forms that were asked for. Files are written whole or not at all.
 
     ``known`` goes to the page of a bare profile: its ceilings.
     """
+    write_files(subject, wanted, **known)
+    if wanted.as_json:
+        print(json.dumps(subject.to_json(), allow_nan=False))
+    elif wanted.markdown:
+        from fxopt.report import markdown
+
+        print(markdown.render(subject))
+    elif not wanted.quiet:
+        _terminal(subject)
+
+
+def write_files(subject: Any, wanted: Wanted, **known: Any) -> None:
+    """Those of the forms that are files."""
     from profiler_core.profiles import Profile
 
     if wanted.save is not None:
-        if save is not None:
-            save(wanted.save)
-        elif isinstance(subject, Profile):
+        if isinstance(subject, Profile):
             subject.save(wanted.save)
         else:
             from fxopt.report import sources
@@ -105,14 +129,6 @@ def present(subject: Any, wanted: Wanted, *, save: Callable[[Path], None] | None
 
         html.write(subject, wanted.html, **known)
         wanted.say(f"wrote {wanted.html}: one page, readable without a network")
-    if wanted.as_json:
-        print(json.dumps(subject.to_json(), allow_nan=False))
-    elif wanted.markdown:
-        from fxopt.report import markdown
-
-        print(markdown.render(subject))
-    elif not wanted.quiet:
-        _terminal(subject)
 
 
 def _terminal(subject: Any) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from fxopt.registry import Pass, PassContext, PassReport
+from profiler_core.quantities import duration
 
 __all__ = ["Dump", "Dumper"]
 
@@ -113,14 +114,14 @@ def _header(p: Pass, context: PassContext) -> str:
     for label in context.labels:
         if label.axis in p.answers:
             where = ", ".join(label.nodes) or label.launch or label.scope
-            lines.append(f"label {label.axis.value} on {where}, headroom {label.headroom_ns / 1e3:.1f} us: {label.why}")
+            lines.append(f"label {label.axis.value} on {where}, headroom {duration(label.headroom_ns)}: {label.why}")
     return "\n".join(map(_comment, lines))
 
 
 def _outcome(report: PassReport) -> str:
     lines = [
         f"{report.matched} matched, {report.rewritten} rewritten, {report.created} nodes created, "
-        f"{report.erased} erased, {report.seconds * 1e3:.1f} ms"
+        f"{report.erased} erased, {duration(1e9 * report.seconds)}"
     ]
     lines += [f"refused {target}: {reason}" for target, reason in report.refused]
     return "\n".join(map(_comment, lines))

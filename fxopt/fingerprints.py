@@ -58,8 +58,12 @@ def source_digest(cls: type) -> str:
 
 
 def module_digest(name: str) -> str:
-    """Digest of one module's text, as it was when this process first asked."""
-    file = sys.modules[name].__file__
+    """Digest of one module's text, as it was when this process first asked. It need not have been imported."""
+    if name in sys.modules:
+        file = sys.modules[name].__file__
+    else:
+        spec = importlib.util.find_spec(name)
+        file = spec.origin if spec is not None and spec.has_location else None
     return hashlib.sha256(_text(name, Path(file)) if file is not None else b"").hexdigest()
 
 

@@ -15,15 +15,17 @@ kept in a narrower type are fewer bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from fxopt.verify import Budget, Precision
+from fxopt.precision import Budget, Precision
 
 if TYPE_CHECKING:
+    from fxopt.report.model import GraphReport
     from profiler_core.roofline import Ceilings
 
 PRODUCTS = 3
@@ -54,6 +56,26 @@ def floor(graph: fx.Graph, ceilings: Ceilings, budget: Budget) -> Floor:
             compute += count / unit_rate(_dtype(node), ceilings, budget)
     moved = group_bytes(nodes)
     return Floor(1e9 * max(compute, moved / ceilings.copy_bytes_per_s), flops, moved)
+
+
+def tell(
+    report: GraphReport, graphs: Sequence[fx.GraphModule | None], ceilings: Ceilings, budget: Budget, *, on_error: str
+) -> None:
+    """Writes the floor of `graphs` together into the report: a number for the reader, which no decision rests on.
+
+    Where the model fails on one of them the report says so instead; with on_error="raise" the error is raised.
+    """
+    try:
+        found = [floor(graph.graph, ceilings, budget) for graph in graphs if graph is not None]
+    except Exception as error:
+        if on_error == "raise":
+            raise
+        report.messages.append(f"no floor: its model fails on this graph: {type(error).__name__}: {error}")
+    else:
+        if found:
+            report.floor_ns, report.floor_flops, report.floor_bytes = (
+                sum(getattr(one, name) for one in found) for name in ("ns", "flops", "bytes")
+            )
 
 
 def unit_rate(dtype: str, ceilings: Ceilings, budget: Budget) -> float:

@@ -44,6 +44,10 @@ class PlanStoreError(RuntimeError):
     """The store or one of its files cannot be used. The message names the path, the cause and the remedy."""
 
 
+class PlanMoved(PlanStoreError):
+    """A plan that another machine made, and that is not right on this one."""
+
+
 class PlanCorrupt(PlanStoreError):
     """A plan file that does not hold a plan of its name.
 

@@ -12,6 +12,7 @@ from fxopt.options import Options
 from fxopt.registry import Pass, PassContext
 from fxopt.report.model import GraphReport
 from fxopt.search import Proposal
+from profiler_core.quantities import duration
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Proposals:
             nodes = len({name for label in mine for name in label.nodes}) or 1
             self.report.out_of_reach.append(
                 f"{p.name}: {reason}; it would answer {axes} on {nodes} nodes "
-                f"(headroom {sum(by_class.values()) / 1e3:.0f} us)"
+                f"(headroom {duration(sum(by_class.values()))})"
             )
         return proposals
 

@@ -52,7 +52,8 @@ class Rule:
         scope: "graph", or "group" for launches of compiled code and kernels outside of it.
         tests: all must hold.
         headroom: metric, in ns per call, of what removing the limit could save at most.
-        why: one sentence; fields in braces are metrics (numbers) and facts.
+        why: one sentence; fields in braces are facts and metrics: times, bytes, FLOPs and their rates come with their
+            unit (``{time_ns}``: "12.3 us"), others are numbers (``{launch_gap:.0%}``).
         reference: source of the rule and of its thresholds.
         evidence: further metrics that the label carries where they are known.
         high: comparisons that make the confidence "high" if they all hold, and low ones that make it "low" if any does

@@ -25,7 +25,7 @@ RULES: tuple[Rule, ...] = (
         headroom="save_launch_ns",
         evidence=("wall_ns", "kernel_ns"),
         high=(Test("launch_gap", ">", 0.3),),
-        why="Kernels run for {kernel_ns:.0f} ns of the {wall_ns:.0f} ns that a call takes: the other "
+        why="Kernels run for {kernel_ns} of the {wall_ns} that a call takes: the other "
         "{launch_gap:.0%} {gap_is}.",
         reference=f"{_OWN}: well above what a launch queue kept full leaves between kernels",
     ),
@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
         high=(Test("bandwidth_fraction", ">=", 0.8),),
         low=(Test("bytes", "<=", "last_level_cache_bytes"), Test("bandwidth_fraction", ">", 1.0)),
         stands_in="memory_bound",
-        why="It moves {bytes:.3g} modelled bytes at {bandwidth_fraction:.0%} of the device's copy rate, and "
+        why="It moves {bytes} (modelled) at {bandwidth_fraction:.0%} of the device's copy rate, and "
         "its {intensity:.3g} FLOP/byte lie below the ridge of {ridge:.3g}{cached}.",
         reference=f"{_ROOFLINE}; 0.6 of a measured copy is {_OWN}",
     ),
@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
         evidence=("dram_bytes", "bytes", "dram_throughput", "l2_hit_rate", "time_ns"),
         high=(Test("traffic_ratio", ">=", 3.0),),
         devices=_GPU,
-        why="It moves {dram_bytes:.3g} bytes to and from device memory where its operators have to move {bytes:.3g}: "
+        why="It moves {dram_bytes} to and from device memory where its operators have to move {bytes}: "
         "{traffic_ratio:.1f} times as many.",
         reference=f"{_OWN}: a sector is 32 bytes, so that strided access shows up as a factor of up to 8 in float32",
     ),
@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         facts=("product", "narrow_units"),
         nodes="float32_products",
         excuse="tf32_on",
-        why="A {compute_dtype} matrix product ({flops:.3g} FLOP) takes {time_over_floor:.1f} times what the "
+        why="A {compute_dtype} matrix product ({flops}) takes {time_over_floor:.1f} times what the "
         "device's bfloat16 units need for the same work, and its tensor cores are {tensor_active:.0f} % busy.",
         reference=f"{_ROOFLINE}; 30 %: {_OWN}. Fused attention in float32 forms its products from three of TF32, and "
         "keeps tensor cores 9 % busy where bfloat16 would be far faster",
@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         nodes="float32_products",
         excuse="tf32_on",
         stands_in="tensor_core_idle",
-        why="A {compute_dtype} matrix product ({flops:.3g} FLOP) takes {time_over_floor:.1f} times what the "
+        why="A {compute_dtype} matrix product ({flops}) takes {time_over_floor:.1f} times what the "
         "device's bfloat16 units need for the same work.",
         reference=f"{_ROOFLINE}; the ratio of 1.1 keeps the noise of two measured ceilings from counting as hardware",
     ),
@@ -191,7 +191,7 @@ RULES: tuple[Rule, ...] = (
         evidence=("roofline_ns", "bytes", "flops", "time_ns"),
         low=(Test("time_ns", ">", 0.0),),
         stands_in="latency_bound",
-        why="It takes {time_ns:.0f} ns where its modelled bytes and FLOPs need {roofline_ns:.0f} ns at the device's "
+        why="It takes {time_ns} where its modelled bytes and FLOPs need {roofline_ns} at the device's "
         "rates: neither memory nor matrix products explain it.",
         reference=f"{_ROOFLINE}; 0.2 is {_OWN}. What it waits for, or computes beyond the model, is not measured",
     ),
@@ -230,7 +230,7 @@ RULES: tuple[Rule, ...] = (
         devices=_GPU,
         stands_in="occupancy_limited",
         why="For want of {limiter} only {theoretical_occupancy:.0f} % of an SM's warps fit on it, and it takes "
-        "{time_ns:.0f} ns where its work needs {roofline_ns:.0f} ns at the device's rates.",
+        "{time_ns} where its work needs {roofline_ns} at the device's rates.",
         reference=f"CUDA occupancy calculator; the thresholds are {_OWN}",
     ),
     Rule(

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fxopt.fingerprints import module_digest
 from fxopt.labels import Confidence, Evidence, Label
 from fxopt.metrics import GraphTimes, Metric, graph_metrics, lacked, subjects
 from fxopt.report.terminal import shorten
 from fxopt.rule import Facts, Numbers, Rule, Test
 from fxopt.rule_table import RULES
+from profiler_core.quantities import quantity
 
 if TYPE_CHECKING:
     from profiler_core.profiles import Profile
@@ -32,7 +32,6 @@ __all__ = [
     "Test",
     "UnknownThreshold",
     "describe",
-    "fingerprint",
     "label",
     "label_graph",
     "thresholds",
@@ -167,11 +166,6 @@ def describe(overrides: Mapping[str, float] | None = None) -> list[dict[str, Any
     ]
 
 
-def fingerprint() -> str:
-    """Digests of the rules as they are written: decisions rest on them."""
-    return " ".join(map(module_digest, ("fxopt.launch_records", "fxopt.metrics", "fxopt.rule", "fxopt.rule_table")))
-
-
 _thresholds = thresholds  # ``label`` has a parameter of that name
 
 
@@ -203,10 +197,18 @@ def _apply(
         ),
         confidence=_confidence(rule, numbers),
         headroom_ns=max(0.0, numbers[rule.headroom]),
-        why=rule.why.format(**{**facts, **numbers}),
+        why=rule.why.format(**{**facts, **{name: _spoken(metric) for name, metric in metrics.items()}}),
         reference=rule.reference,
         backward=bool(facts.get("backward")),
     )
+
+
+def _spoken(metric: Metric) -> float | str:
+    """As a sentence has it: with its unit, but for shares and counts, whose sentences say what they are."""
+    return quantity(metric.value, metric.unit) if metric.unit in _SPELLED else metric.value
+
+
+_SPELLED = ("ns", "byte", "byte/s", "FLOP", "FLOP/s")
 
 
 def _confidence(rule: Rule, numbers: Numbers) -> Confidence:

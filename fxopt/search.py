@@ -169,7 +169,7 @@ class Search:
             entry.outcome = "rejected"
             entry.reason = (
                 f"not shown to be faster: {timed.ratio:.3f}x, interval {timed.low:.3f} to {timed.high:.3f}, "
-                f"noise {timed.noise:.3f}"
+                f"noise {timed.noise:.1%}"
             )
         return won, shorter
 
@@ -208,7 +208,7 @@ class Search:
             entry.outcome = "kept" if loses_nothing else "rejected"
             entry.reason = (
                 f"{'as fast without' if loses_nothing else 'slower without'} {p.name}: {timed.ratio:.3f}x, interval "
-                f"{timed.low:.3f} to {timed.high:.3f}, noise {timed.noise:.3f}"
+                f"{timed.low:.3f} to {timed.high:.3f}, noise {timed.noise:.1%}"
             )
             if loses_nothing:
                 best = replace(trial, whole=full)

@@ -16,7 +16,7 @@ from fxopt import ablation, measure, memory, rules, verify
 from fxopt.build import Build, Builder, at_work, why_idle
 from fxopt.measure import PairedResult
 from fxopt.options import Options
-from fxopt.registry import ConfigPass, Pass, RuntimePass
+from fxopt.registry import ConfigPass, Pass, RuntimePass, spelled
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
@@ -30,8 +30,8 @@ from fxopt.warning import warn
 class Trials:
     """The candidates of one graph.
 
-    gm and inputs are Dynamo's. baseline: what they are compared with, taking all inputs. input_sets: copies to run on,
-    which share the inputs at `held`. steady: makes every call of a function do the same. running: what measured code
+    gm and inputs are Dynamo's. baseline: code that they are compared with, taking all inputs. input_sets: copies to run
+    on, which share the inputs at `held`. steady: makes every call of some code do the same. running: what measured code
     runs in. say: progress. environment: the profile's. idle: passes that found nothing to do beside the others, and
     why. gradients: of a graph that has some; every measured call then runs its backward as well, and the input sets
     hold the cotangents.
@@ -63,12 +63,13 @@ class Trials:
     def __post_init__(self) -> None:
         """Measures what belongs to the baseline: noise, kernel time, memory."""
         self.budget = self.builder.context.budget
+        self.steady_baseline = self.steady(self.baseline)
         with phase(self.report, "noise floor"), self.running():
             self.noise = measure.noise_floor(
-                self.baseline, self.input_sets, device=self.device, time_limit_s=self._share_s
+                self.steady_baseline, self.input_sets, device=self.device, time_limit_s=self._share_s
             )
-            self.baseline_kernel_ns = self.kernel_ns(self.baseline)
-            self.report.baseline_peak_bytes = self._peak(self.baseline)
+            self.baseline_kernel_ns = self.kernel_ns(self.steady_baseline)
+            self.report.baseline_peak_bytes = self._peak(self.steady_baseline)
 
     # -- one candidate --------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Trials:
             entry.outcome, entry.reason = "failed", f"{failure}; its passes are tried one at a time"
             self.say(f"{entry.name}: {entry.reason}")
             return None
-        build = self._try(step, entry, self.baseline if best is None else self.steady(best.build.fn), before)
+        build = self._try(step, entry, self.steady_baseline if best is None else self.steady(best.build.fn), before)
         what = f"without {step.subject.name}: " if step.removal else ""
         timed = f"{entry.paired.ratio:.2f}x the best so far" if entry.paired is not None else ""
         self.say(f"{what}{entry.name}: {entry.reason or timed}")
@@ -197,8 +198,8 @@ class Trials:
                 return None
             with phase(report, "verify"), self.running():
                 entry.verdict = verify.verify(
-                    build.fn if self.gradients is None else self.gradients.of(build.fn),
-                    self.baseline,
+                    self._whole(build.fn),
+                    self._whole(self.baseline),  # without putting back, which hides what other values lead to
                     dynamo.copy_graph(self.gm),
                     self.input_sets,
                     self.held,
@@ -224,6 +225,9 @@ class Trials:
             where = f" ({stage_of(error)})" if stage_of(error) else ""
             warn(f"the candidate {entry.name} failed and was dropped{where}: {entry.reason}")
             return None
+
+    def _whole(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn if self.gradients is None else self.gradients.of(fn)
 
     def _peak(self, fn: Callable[..., Any]) -> int | None:
         return memory.peak_bytes(lambda: fn(*self.input_sets[0]), self.device)
@@ -305,8 +309,8 @@ class Trials:
         report, fn, entry = self.report, self.steady(best.build.fn), best.entry
         by_kernels = self.options.objective == "kernel"
         with phase(report, "compare"), self.running():
-            wall = report.ratio = self.compare(self.baseline, fn)
-            kernels = report.kernel_ratio = self.compare_kernels(self.baseline, fn) if by_kernels else None
+            wall = report.ratio = self.compare(self.steady_baseline, fn)
+            kernels = report.kernel_ratio = self.compare_kernels(self.steady_baseline, fn) if by_kernels else None
         tied = kernels is None or kernels.as_fast  # then the wall decides
         if not (kernels is not None and kernels.faster) and not (tied and wall.faster):
             entry.outcome = "rejected"
@@ -337,7 +341,7 @@ class Trials:
         code = []
         for passes in (before, after):
             if not passes:
-                code.append(self.baseline)
+                code.append(self.steady_baseline)
                 continue
             try:
                 build = self.build(passes)
@@ -355,13 +359,6 @@ class Trials:
     def _ablation_asks_for(step: Step) -> bool:
         """Whether these are likely the passes that an ablation builds: one alone, or the kept ones without one."""
         return step.removal or {p.name for p in step.passes} == {step.subject.name, *step.subject.needs}
-
-
-def spelled(p: Pass) -> str:
-    """The pass's name, with the options that are not its defaults."""
-    usual = type(p)().options()
-    other = [f"{name}={value}" for name, value in p.options().items() if value != usual[name]]
-    return f"{p.name}[{', '.join(other)}]" if other else p.name
 
 
 def _key(passes: Sequence[Pass]) -> tuple[str, ...]:

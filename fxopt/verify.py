@@ -12,14 +12,16 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxopt.reference import Float64Mode, Reference, clone_inputs, extent, reference, storage_groups
+from fxopt.fresh import fresh_inputs
+from fxopt.numerics import CHUNK, Errors, compare, same
+from fxopt.precision import FP32_FLOOR, FP64_FLOOR, Budget, Precision, parse_precision
+from fxopt.reference import Float64Mode, Reference, clone_inputs, reference, storage_groups
 
 if TYPE_CHECKING:
     from fxopt.training import Gradients
@@ -37,11 +39,6 @@ __all__ = [
     "verify",
 ]
 
-FP32_FLOOR = 16 * 2.0**-24
-"""Relative error that is never held against an fp32 candidate: 16 unit roundoffs (u = 2^-24). Without it a
-baseline that happens to be exact would fail every candidate that rounds once."""
-FP64_FLOOR = 16 * 2.0**-53
-"""The same for an output in fp64, where 16 fp32 roundoffs would let fp32 arithmetic through."""
 PARTED = 2.0**-3
 """Baseline error above which the reference judges nothing: a comparison or a top-k went the other way in
 fp64. Four times such an error as a limit would let anything pass, so the candidate is held to the baseline's
@@ -52,200 +49,6 @@ errors spread over an output do not reach 16 times their rms; a wrong tile or ta
 does, while the L2 norm hides it."""
 LOGITS_WIDTH = 1000
 """An output of two or more dimensions whose last one is at least this wide is taken for logits."""
-_CHUNK = 1 << 26  # elements compared at once: 512 MB for each fp64 temporary
-
-
-class Precision(str, Enum):
-    """Precision classes, most accurate first."""
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-
-    def allows(self, other: Precision) -> bool:
-        """Whether a pass that needs class ``other`` may run under this class."""
-        order = list(Precision)
-        return order.index(other) <= order.index(self)
-
-
-_CEILING = {Precision.FP32: 0.0, Precision.TF32: 8 * 2.0**-11, Precision.BF16: 8 * 2.0**-8}
-"""Largest relative L2 error of an output by class, as 8u. u is the unit roundoff of the operand format (TF32
-has 11 significant bits, bf16 8: Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores",
-PeerJ CS 2021). Roundings of random sign partly cancel, so a whole model lands at a few u: 12-layer
-GPT-2 on an H200 measured 7.2e-4 in TF32 (1.5u) and 8.5e-3 in bf16 (2.2u). 8u leaves room for deeper models,
-and none for a result that lost its meaning. fp32 has no ceiling of its own: only the multiple of the
-baseline's error counts."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What error a user accepts.
-
-    precision: class of the passes that may run. max_rel_l2: limit on the relative L2 error of every output,
-    in place of the class's (None: the class's). multiple: how many times the baseline's own error is always
-    allowed under a class.
-    """
-
-    precision: Precision
-    max_rel_l2: float | None = None
-    multiple: float = 4.0
-
-    def allows(self, needed: Precision, error: float = 0.0) -> bool:
-        """Whether a pass of class ``needed`` may run. With a numeric budget every pass may, for the measured
-        error decides, but one that is known to be off by ``error`` or more, where that is too much."""
-        return self.precision.allows(needed) if self.max_rel_l2 is None else error <= self.max_rel_l2
-
-    def limit(self, baseline_error: float, floor: float = FP32_FLOOR) -> float:
-        """Relative L2 error allowed for an output that the baseline computes with ``baseline_error``."""
-        if self.max_rel_l2 is not None:
-            return self.max_rel_l2
-        return max(self.multiple * baseline_error, _CEILING[self.precision], floor)
-
-
-def parse_precision(value: str | float) -> Budget:
-    """Budget for the option ``precision``: "fp32", "tf32", "bf16", or a relative L2 error between 0 and 1
-    (number or its spelling)."""
-    if isinstance(value, str) and not isinstance(value, Precision):
-        with contextlib.suppress(ValueError):
-            return Budget(Precision(value.strip().lower()))
-    elif isinstance(value, Precision):
-        return Budget(value)
-    if not isinstance(value, bool):
-        with contextlib.suppress(ValueError, TypeError):
-            number = float(value)
-            if 0.0 < number < 1.0:
-                return Budget(Precision.BF16, max_rel_l2=number)
-    raise ValueError(
-        f"precision={value!r}: give one of {', '.join(repr(p.value) for p in Precision)}, "
-        "or a relative L2 error between 0 and 1, such as 1e-4"
-    )
-
-
-# ---------------------------------------------------------------- fresh inputs
-
-
-def fresh_inputs(inputs: Sequence[Any], static: Collection[int], seed: int) -> list[Any]:
-    """Other inputs of the same form, for checking that a candidate is right beyond the values it was tuned
-    on.
-
-    Every tensor outside ``static`` keeps its shape, strides, offset, dtype, device and aliasing, and gets a
-    random permutation of its own elements: integers stay indices that were valid, floats stay in the range
-    that the model expects. Floats are then multiplied by uniform(0.5, 1.5), element by element, and clamped
-    to the tensor's own range, which keeps signs, zeros and domains (a probability stays one, a mask of
-    finfo.min does not overflow); constant tensors are multiplied only. Two kinds of tensors have a form that
-    a free permutation breaks: masks (bool; integers of 0 and 1; floats of 0 and one other value) have their
-    rows permuted, and their columns by one common permutation, so that no row becomes fully masked;
-    one-dimensional sorted integers that are not consecutive (cumulative sequence lengths, offsets) stay as
-    they are, because kernels read memory by them. Tensors that view one storage swap only elements that the
-    same tensors address. Deterministic in ``seed``; the global generators are not touched. Static inputs are
-    shared, other objects passed through.
-    """
-    static = set(static)
-    fresh = clone_inputs(inputs, static)
-    with torch.no_grad(), torch.inference_mode(False):
-        for group in storage_groups(inputs):
-            members = [fresh[index].detach() for index in group]
-            if any(index in static for index in group) or len({member.dtype for member in members}) > 1:
-                continue
-            generator = torch.Generator(device=members[0].device).manual_seed(seed * 1_000_003 + group[0])
-            # A dimension of stride 0 repeats its elements (expand): permute them once.
-            distinct = [
-                member[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in member.stride())]
-                for member in members
-            ]
-            if len(distinct) == 1 and _without_overlap(distinct[0]):
-                distinct[0].copy_(_scrambled(distinct[0].clone(), generator))
-            else:
-                _scramble_shared(distinct, generator)
-    return fresh
-
-
-def _without_overlap(tensor: torch.Tensor) -> bool:
-    """Whether the strides show that no two elements share an address (sufficient, as for every dense or
-    sliced tensor)."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return False
-            reach += stride * (size - 1)
-    return True
-
-
-def _scramble_shared(members: list[torch.Tensor], generator: torch.Generator) -> None:
-    """Permute a storage seen by several tensors, among addresses that belong to the same set of tensors."""
-    end = max(extent(member)[1] for member in members)
-    if end == 0 or len(members) > 62:
-        return
-    flat = members[0].as_strided((end,), (1,), 0)
-    owners = torch.zeros(end, dtype=torch.int64, device=flat.device)
-    addresses = torch.arange(end, device=flat.device)
-    for bit, member in enumerate(members):
-        own = (
-            addresses.as_strided(member.size(), member.stride(), member.storage_offset()).reshape(-1).unique()
-        )
-        owners[own] |= 1 << bit
-    for cell in owners.unique().tolist():
-        if cell:
-            where = (owners == cell).nonzero().squeeze(1)
-            flat[where] = _scrambled(flat[where], generator)
-
-
-def _scrambled(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """New values for a tensor, in its shape and dtype."""
-    if values.numel() == 0:
-        return values
-    dtype = values.dtype
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        return _scrambled(values.float(), generator).to(dtype)
-    if dtype.is_complex:
-        return _permuted(values, generator) * _factors(values, generator)
-    low, high = values.min(), values.max()
-    if bool(low == high):
-        if not dtype.is_floating_point:
-            return values
-        finite = torch.finfo(dtype)
-        return torch.where(
-            values.isfinite(), (values * _factors(values, generator)).clamp(finite.min, finite.max), values
-        )
-    if _is_mask(values, low, high):
-        if values.dim() < 2 or values.numel() == values.size(-1):
-            return _permuted(values, generator)
-        rows = values.reshape(-1, values.size(-1))
-        order = torch.randperm(rows.size(0), generator=generator, device=rows.device)
-        columns = torch.randperm(rows.size(1), generator=generator, device=rows.device)
-        return rows[order][:, columns].reshape(values.shape)
-    if not dtype.is_floating_point:
-        if values.dim() == 1 and bool((values.diff() >= 0).all()) and not bool((values.diff() == 1).all()):
-            return values
-        return _permuted(values, generator)
-    values = _permuted(values, generator)
-    finite_values = values[values.isfinite()]
-    if finite_values.numel() == 0:
-        return values
-    scaled = (values * _factors(values, generator)).clamp(finite_values.min(), finite_values.max())
-    return torch.where(values.isfinite(), scaled, values)
-
-
-def _is_mask(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> bool:
-    if values.dtype == torch.bool:
-        return True
-    if not values.dtype.is_floating_point:
-        return bool(low == 0) and bool(high == 1)
-    return bool((low == 0) | (high == 0)) and bool(((values == low) | (values == high)).all())
-
-
-def _permuted(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    order = torch.randperm(values.numel(), generator=generator, device=values.device)
-    return values.reshape(-1)[order].reshape(values.shape)
-
-
-def _factors(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    real = torch.float64 if values.dtype in (torch.float64, torch.complex128) else torch.float32
-    return torch.rand(values.shape, generator=generator, device=values.device, dtype=real) + 0.5
-
-
-# ---------------------------------------------------------------- the verdict
 
 
 @dataclass(frozen=True)
@@ -290,7 +93,7 @@ class _Tally:
     notes: list[str] = field(default_factory=list)
     verdict: Verdict = field(default_factory=lambda: Verdict(True, ""))
 
-    def numbers(self, errors: _Errors, limit: float) -> None:
+    def numbers(self, errors: Errors, limit: float) -> None:
         worst = self.verdict
         closest = math.isnan(worst.limit) or errors.candidate / limit > worst.rel_l2 / worst.limit
         if closest or math.isnan(errors.candidate):
@@ -362,7 +165,7 @@ def _check_set(
         return
     finally:
         for index in sorted(shared):
-            if isinstance(inputs[index], torch.Tensor) and not _same(inputs[index], truth.inputs[index]):
+            if isinstance(inputs[index], torch.Tensor) and not same(inputs[index], truth.inputs[index]):
                 with torch.no_grad():
                     inputs[index].copy_(truth.inputs[index])  # exact: the copy was raised from these values
                 tally.failures.append(
@@ -485,7 +288,7 @@ def _check_input(tally: _Tally, index: int, original: Any, true: Any, right: Any
     if tried.shape != right.shape or tried.stride() != right.stride():
         tally.failures.append(f"input {index} has become {tuple(tried.shape)}, baseline {tuple(right.shape)}")
         return
-    written, expected = (not _same(value, original) for value in (tried, right))
+    written, expected = (not same(value, original) for value in (tried, right))
     if written and not expected:
         tally.failures.append(f"input {index} is written, the baseline leaves it alone")
     elif expected and not written:
@@ -497,16 +300,6 @@ def _check_input(tally: _Tally, index: int, original: Any, true: Any, right: Any
 # ---------------------------------------------------------------- numbers
 
 
-@dataclass(frozen=True)
-class _Errors:
-    candidate: float  # relative L2 error
-    baseline: float
-    candidate_abs: float  # largest absolute error of an element
-    baseline_abs: float
-    largest: float  # largest absolute value of the reference
-    misplaced: int  # elements whose NaN or Inf is not the baseline's
-
-
 def _check_values(
     tally: _Tally, name: str, true: Any, right: torch.Tensor, tried: torch.Tensor, is_gradient: bool = False
 ) -> float:
@@ -514,7 +307,7 @@ def _check_values(
     None where no reference exists."""
     if not (right.is_floating_point() or right.is_complex()):
         different = (
-            int((tried != right).sum()) if right.layout == torch.strided else int(not _same(tried, right))
+            int((tried != right).sum()) if right.layout == torch.strided else int(not same(tried, right))
         )
         if different:
             tally.failures.append(
@@ -523,7 +316,7 @@ def _check_values(
         return 0.0
     floor = FP64_FLOOR if right.dtype in (torch.float64, torch.complex128) else FP32_FLOOR
     usable = isinstance(true, torch.Tensor) and true.shape == right.shape
-    errors = _compare(true, right, tried) if usable else None
+    errors = compare(true, right, tried) if usable else None
     if errors is not None and is_gradient and errors.baseline * PARTED >= 1:
         return _check_cancelled(tally, name, errors, torch.finfo(right.dtype).eps / 2)
     if errors is None or not errors.baseline <= PARTED:
@@ -532,7 +325,7 @@ def _check_values(
             tally.notes.append(
                 f"{name}: compared with the baseline, which is {errors.baseline:.2g} away from the reference"
             )
-        errors = replace(_compare(right, right, tried), baseline=max(floor, torch.finfo(right.dtype).eps / 2))
+        errors = replace(compare(right, right, tried), baseline=max(floor, torch.finfo(right.dtype).eps / 2))
     limit = tally.budget.limit(errors.baseline, floor)
     tally.numbers(errors, limit)
     spike = max(SPIKE * limit * errors.largest, SPIKE * errors.baseline_abs)
@@ -553,7 +346,7 @@ def _check_values(
     return limit
 
 
-def _check_cancelled(tally: _Tally, name: str, errors: _Errors, roundoff: float) -> float:
+def _check_cancelled(tally: _Tally, name: str, errors: Errors, roundoff: float) -> float:
     """A gradient that is 0 but for rounding (of a bias before a batch normalisation, of the keys' bias in attention):
     what the baseline gives is its own roundoff, which the candidate's may exceed by as much as its class's does.
     """
@@ -565,55 +358,6 @@ def _check_cancelled(tally: _Tally, name: str, errors: _Errors, roundoff: float)
             f"baseline's, over the limit of {limit / errors.baseline:.3g}"
         )
     return limit
-
-
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Equal stretches of tensors of one shape, in fp64 (complex numbers as pairs), at most _CHUNK elements at
-    a time."""
-    flat = [
-        (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).reshape(-1)
-        for value in map(_dense, tensors)
-    ]
-    for start in range(0, flat[0].numel(), _CHUNK):
-        yield tuple(value[start : start + _CHUNK].to(flat[0].device, torch.float64) for value in flat)
-
-
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    return value.detach() if value.layout == torch.strided else value.detach().to_dense()
-
-
-def _compare(true: torch.Tensor, right: torch.Tensor, tried: torch.Tensor) -> _Errors:
-    """Errors over the elements that are finite in all three; an all-zero reference gives absolute errors in
-    place of relative ones."""
-    sums = torch.zeros(3, dtype=torch.float64, device=true.device)
-    tops = torch.zeros(3, dtype=torch.float64, device=true.device)
-    misplaced = torch.zeros((), dtype=torch.int64, device=true.device)
-    zero = sums.new_zeros(())
-    for t, r, c in _chunks(true, right, tried):
-        misplaced += (_kind(c) != _kind(r)).sum()
-        finite = t.isfinite() & r.isfinite() & c.isfinite()
-        for slot, values in enumerate((t, r - t, c - t)):
-            values = torch.where(finite, values, zero).abs()
-            sums[slot] += values.square().sum()
-            tops[slot] = torch.maximum(tops[slot], values.max())
-    norm, baseline, candidate = sums.sqrt().tolist()
-    largest, baseline_abs, candidate_abs = tops.tolist()
-    scale = norm or 1.0
-    return _Errors(candidate / scale, baseline / scale, candidate_abs, baseline_abs, largest, int(misplaced))
-
-
-def _kind(values: torch.Tensor) -> torch.Tensor:
-    """0 finite, 1 NaN, 2 +Inf, 3 -Inf."""
-    return values.isnan().to(torch.int8) + 2 * (values == math.inf) + 3 * (values == -math.inf)
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal values, NaN equal to NaN; dtypes may differ."""
-    if left.shape != right.shape:
-        return False
-    if not (left.is_floating_point() or left.is_complex()):
-        return torch.equal(_dense(left), _dense(right))
-    return all(bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in _chunks(left, right))
 
 
 def _logit_outputs(outputs: Sequence[Any], logits: bool | None) -> set[int]:
@@ -644,7 +388,7 @@ def _check_top1(
     width = right.size(-1)
     swapped = {"baseline": 0, "candidate": 0}
     rows = right.numel() // width
-    step = max(1, _CHUNK // width)
+    step = max(1, CHUNK // width)
     flat = [value.reshape(-1, width) for value in (true, right, tried)]
     for start in range(0, rows, step):
         t, r, c = (value[start : start + step] for value in flat)

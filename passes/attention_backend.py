@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.torch_api import attention
 from fxopt.torch_api.attention import BACKENDS
-from fxopt.verify import Precision
 
 _NAMES = {target: name for name, target in BACKENDS.items()}
 

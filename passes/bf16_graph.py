@@ -25,9 +25,9 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
 from fxopt.torch_api.dynamo import placeholders, storage_of
-from fxopt.verify import Precision
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api import dynamo
-from fxopt.verify import Precision
 from passes.views import VIEWS
 
 aten = torch.ops.aten

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import PassContext, RuntimePass, Stage
 from fxopt.torch_api.cuda import cublas_workspaces_of_a_capture
-from fxopt.verify import Precision
 
 
 @dataclass(frozen=True)

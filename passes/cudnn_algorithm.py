@@ -26,8 +26,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import PassContext, RuntimePass, Stage
-from fxopt.verify import Precision
 from fxopt.warning import warn
 
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
 from fxopt.torch_api.dynamo import storage_of
-from fxopt.verify import Precision
 
 #: Inductor's option to fold arithmetic with constants into a linear layer, as it does for convolutions anyway
 _FOLD_INTO_LINEAR = {"enable_linear_binary_folding": True}

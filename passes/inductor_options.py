@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, RegistryError, Stage
-from fxopt.verify import Precision
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api import dynamo, values
-from fxopt.verify import Precision
 from passes.views import VIEWS
 
 aten = torch.ops.aten

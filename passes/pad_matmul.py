@@ -25,8 +25,8 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
-from fxopt.verify import Precision
 
 aten = torch.ops.aten
 #: elements of a 16-bit type in the 16 bytes that tensor-core kernels load at once

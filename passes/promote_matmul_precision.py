@@ -31,8 +31,8 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
-from fxopt.verify import Precision
 from passes.bf16_casts import CAST, REARRANGING, SPLITS, dtype_of, move_before_pools, narrow, narrow_mask
 
 aten = torch.ops.aten

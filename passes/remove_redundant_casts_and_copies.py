@@ -29,8 +29,8 @@ from torch import fx
 
 from fxopt import effects
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
-from fxopt.verify import Precision
 from passes.views import VIEWS
 
 aten = torch.ops.aten

@@ -27,9 +27,9 @@ from torch import fx
 
 from fxopt import rnn
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, Pass, PassContext, Stage
 from fxopt.torch_api.rnn import BeforeAutograd
-from fxopt.verify import Precision
 
 #: the class that each way to compute needs: fp16's error is TF32's, but not its range
 CLASSES = {"": Precision.FP32, "tf32": Precision.TF32, "fp16": Precision.BF16, "bf16": Precision.BF16}

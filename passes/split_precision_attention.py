@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
 from fxopt.torch_api.attention import BACKENDS, arguments, only_result_used
-from fxopt.verify import Precision
 from passes.split_products import split
 
 _BLOCK = 64  # keys a step of the reference

@@ -27,11 +27,12 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.torch_api.tracing import graph_of
-from fxopt.verify import Precision
 from passes import split_products
 from passes.kernels import launch
+from profiler_core.quantities import duration
 
 aten = torch.ops.aten
 #: weight of a low plane against its high one
@@ -196,8 +197,8 @@ class SplitPrecisionConv(GraphPass):
             elif any(not 0 < v.numel() < 2**31 for v in (*operands, out)):
                 yield Candidate(node.name, "an operand is empty, or too large for offsets of 32 bits")
             elif self.terms == 1 and (faster := _slower_than_tf32(node, context)):
-                own, theirs = faster
-                yield Candidate(node.name, f"cuDNN takes {theirs:.0f} us in TF32, this kernel {own:.0f} us")
+                own, theirs = (duration(1e3 * us) for us in faster)
+                yield Candidate(node.name, f"cuDNN takes {theirs} in TF32, this kernel {own}")
             else:
                 yield Candidate(node.name)
 

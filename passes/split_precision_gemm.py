@@ -32,11 +32,12 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
-from fxopt.verify import Precision
 from passes.kernels import launch
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
 from passes.split_products import WEIGHTS, parts_of, rounded_once, split, split_parts
+from profiler_core.quantities import duration
 
 aten = torch.ops.aten
 
@@ -121,8 +122,8 @@ class SplitPrecisionGemm(GraphPass):
             elif node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
                 yield Candidate(node.name, "beta or alpha is not 1")
             elif self.method == "fp16" and (faster := self._slower_than_tf32(node, context)):
-                own, theirs = faster
-                yield Candidate(node.name, f"cuBLAS takes {theirs:.0f} us in TF32, this kernel {own:.0f} us")
+                own, theirs = (duration(1e3 * us) for us in faster)
+                yield Candidate(node.name, f"cuBLAS takes {theirs} in TF32, this kernel {own}")
             else:
                 yield Candidate(node.name)
 

@@ -25,8 +25,8 @@ import torch
 from torch import fx
 
 from fxopt.labels import Axis
+from fxopt.precision import Precision
 from fxopt.registry import PassContext, RuntimePass, Stage
-from fxopt.verify import Precision
 
 aten = torch.ops.aten
 

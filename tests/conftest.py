@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -53,6 +54,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         for item in needing:
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """For a whole run: what Inductor finds out of the compiler in every process (a second, on a cold cache six) is
+    found out once.
+    """
+    if len(session.items) < 300 or session.config.option.collectonly or platform.machine() != "x86_64":
+        return
+    from torch._inductor import config, cpu_vec_isa
+
+    flags = cpu_vec_isa.x86_isa_checker()
+    said = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]
+    if said and all(map(bool, said)):  # which compiles and loads something for each
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+        config.cpp.vec_isa_ok = True
 
 
 @pytest.fixture(autouse=True)

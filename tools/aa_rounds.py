@@ -5,9 +5,10 @@
 
 A round is what a tuning run does with one candidate, by its own code and default settings: the noise floor of the
 baseline, and then the comparison with a candidate. Two candidates take turns: the same graph compiled a second time
-(A/A), and the same graph over 5 % more rows. Rows are independent of each other and many, so that the work grows with
-their number; by how much the time grows is measured apart, by torch.utils.benchmark, and written down as `true_ratio`.
-Each batch of rounds is a process of its own, in which everything is compiled anew and lies at other addresses.
+(A/A), and the baseline's own code with a wait of 5 % of its time after it (on a GPU in its stream). More work would not
+do for the second: code that does 5 % more takes between 1 % less and 10 % longer, by where its memory happens to lie.
+What the wait adds is measured once more by torch.utils.benchmark, and written down as `true_ratio`. Each batch of
+rounds is a process of its own, in which everything is compiled anew and lies at other addresses.
 
 A comparison declares a difference where its whole interval lies outside of the noise, on either side. The exit code is
 1 where more than 5 in 100 of the A/A rounds do, or fewer than 95 in 100 of the slower ones. A run that was stopped goes
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +40,8 @@ SLOWDOWN = 1.05
 ALLOWED, WANTED = 0.05, 0.95
 
 
-def compiled(rows: int, x: Any) -> Callable[..., Any]:
-    """Inductor's code for a computation on the first `rows` rows of a tensor like `x`, as a tuning run compiles it.
+def compiled(x: Any) -> Callable[..., Any]:
+    """Inductor's code for a computation on a tensor like `x`, as a tuning run compiles it.
 
     A module of its own, although the same source was compiled before.
     """
@@ -55,7 +57,7 @@ def compiled(rows: int, x: Any) -> Callable[..., Any]:
         return made[-1]
 
     def normalised(x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(torch.nn.functional.gelu(x[:rows]), dim=-1)
+        return torch.softmax(torch.nn.functional.gelu(x), dim=-1)
 
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
@@ -64,16 +66,42 @@ def compiled(rows: int, x: Any) -> Callable[..., Any]:
     return made[-1]
 
 
-def true_ratio(baseline: Callable[..., Any], slower: Callable[..., Any], x: Any, seconds: float) -> float:
-    """Time of `slower` over that of `baseline`, each the least of several medians of torch.utils.benchmark."""
+def seconds_of(*fns: Callable[..., Any], x: Any, seconds: float) -> list[float]:
+    """The time of a call of each, in turns: the least of five medians of torch.utils.benchmark."""
     from torch.utils.benchmark import Timer
 
-    least = [float("inf"), float("inf")]
+    least = [float("inf")] * len(fns)
     for _ in range(5):
-        for number, fn in enumerate((baseline, slower)):
+        for number, fn in enumerate(fns):
             timer = Timer("fn(x)", globals={"fn": fn, "x": x}, num_threads=_threads())
             least[number] = min(least[number], timer.blocked_autorange(min_run_time=seconds / 10).median)
-    return least[1] / least[0]
+    return least
+
+
+def slowed(fn: Callable[..., Any], x: Any, slowdown: float) -> Callable[..., Any]:
+    """`fn` with a wait after it, so that a call takes `slowdown` times as long."""
+    import torch
+
+    wait = seconds_of(fn, x=x, seconds=2.0)[0] * (slowdown - 1)
+    if x.is_cuda:
+        (second,) = seconds_of(lambda x: torch.cuda._sleep(10**7), x=x, seconds=1.0)
+        cycles = round(wait / second * 10**7)
+
+        def waits(x: Any) -> Any:
+            out = fn(x)
+            torch.cuda._sleep(cycles)
+            return out
+
+        return waits
+
+    def spins(x: Any) -> Any:
+        out = fn(x)
+        end = time.perf_counter() + wait
+        while time.perf_counter() < end:
+            pass
+        return out
+
+    return spins
 
 
 def _threads() -> int:
@@ -92,14 +120,15 @@ def batch(device_name: str, rounds: int, rows: int, slowdown: float) -> dict[str
     from profiler_core import exclusive
 
     device, options = torch.device(device_name), Options()
-    longer = round(rows * slowdown)
-    sets = [[torch.randn(longer, WIDTH, device=device)] for _ in range(options.verify_inputs + 1)]
+    sets = [[torch.randn(rows, WIDTH, device=device)] for _ in range(options.verify_inputs + 1)]
     (x,) = sets[0]
     with torch.no_grad(), exclusive.measuring(device):
-        baseline, again, slower = compiled(rows, x), compiled(rows, x), compiled(longer, x)
-        for fn in (baseline, again, slower):
+        baseline, again = compiled(x), compiled(x)
+        for fn in (baseline, again):
             fn(x)
-        found = {"true_ratio": true_ratio(baseline, slower, x, 3.0), "load_before": os.getloadavg()[0]}
+        slower = slowed(baseline, x, slowdown)
+        least, longer = seconds_of(baseline, slower, x=x, seconds=2.0)
+        found = {"true_ratio": longer / least, "load_before": os.getloadavg()[0]}
         each = []
         for number in range(rounds):
             share = options.time_limit / 8

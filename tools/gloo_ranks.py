@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,14 +29,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch import fx, nn  # noqa: E402
+from torch import nn  # noqa: E402
 
 import fxopt  # noqa: E402
 from fxopt import measure, registry  # noqa: E402
-from fxopt.labels import Axis  # noqa: E402
-from fxopt.registry import Candidate, GraphPass, PassContext, Stage  # noqa: E402
 from fxopt.report.model import GraphReport  # noqa: E402
-from fxopt.verify import Precision  # noqa: E402
+from fxopt.testing.stand_ins import CEILINGS, TWICE_AS_FAST, DoubledNegation  # noqa: E402
 from fxopt.warning import FxoptWarning  # noqa: E402
 from profiler_core import roofline  # noqa: E402
 from profiler_core.environment import environment  # noqa: E402
@@ -48,27 +46,6 @@ PATIENCE = float(os.environ.get("RANKS_PATIENCE", "6"))
 #: seconds after which a rank that has not ended counts as hung
 DEADLINE = 600.0
 OPTIONS: dict[str, Any] = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1, "passes": ["doubled_negation"]}
-
-
-@dataclass(frozen=True)
-class DoubledNegation(GraphPass):
-    """Right, and of no use: it stands for a pass that is kept, on whatever machine this runs."""
-
-    name: ClassVar[str] = "doubled_negation"
-    answers: ClassVar[frozenset[Axis]] = frozenset(Axis)
-    stage: ClassVar[Stage] = Stage.JOINT
-    precision: ClassVar[Precision] = Precision.FP32
-    gradients: ClassVar[bool] = True
-
-    def candidates(self, graph: fx.Graph, context: PassContext) -> Any:
-        yield from (Candidate(n.name) for n in graph.nodes if n.target is aten.relu.default)
-
-    def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
-        users = list(node.users)
-        with graph.inserting_before(node.next):
-            new = graph.call_function(aten.neg.default, (graph.call_function(aten.neg.default, (node,)),))
-        for user in users:
-            user.replace_input_with(node, new)
 
 
 class Net(nn.Module):
@@ -115,15 +92,9 @@ def told(report: GraphReport) -> dict[str, Any]:
 
 def always_kept() -> None:
     """Timing that finds every candidate faster, and labels that are there: nothing here is about how fast code is."""
-
-    def compare(*args: Any, **kwargs: Any) -> measure.PairedResult:
-        return measure.paired([(2e6, 1e6)] * 6, 0.01)
-
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    made = roofline.Ceilings("given", 1e12, rates, "2026-01-01T00:00:00+00:00", {})
     registry.register(DoubledNegation)
-    mock.patch.object(measure, "compare", compare).start()
-    mock.patch.object(roofline, "ceilings", lambda device, store: made).start()
+    mock.patch.object(measure, "compare", lambda *args, **kwargs: TWICE_AS_FAST).start()
+    mock.patch.object(roofline, "ceilings", lambda device, store: CEILINGS).start()
 
 
 # ---------------------------------------------------------------- scenarios: what each rank does
@@ -155,7 +126,7 @@ def one_fails(rank: Rank) -> Any:
 
 def leader_fails(rank: Rank) -> Any:
     if rank.rank == 0:
-        mock.patch("fxopt.tuner.profile_build", side_effect=OSError("this rank cannot")).start()
+        mock.patch("fxopt.tuning.profile_build", side_effect=OSError("this rank cannot")).start()
     return one_plan(rank)
 
 

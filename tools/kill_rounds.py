@@ -47,13 +47,12 @@ def tune(plan_dir: str, ends: Connection) -> None:
     from torch import nn
 
     import fxopt
+    from fxopt.testing.stand_ins import CEILINGS
     from profiler_core import roofline
 
     os.environ["FXOPT_PLAN_DIR"] = plan_dir
     torch.set_num_threads(1)
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    made = roofline.Ceilings("given", 1e12, rates, "2026-01-01T00:00:00+00:00", {})
-    roofline.ceilings = lambda *args, **kwargs: made  # measuring them takes seconds, and is not what is looked at
+    roofline.ceilings = lambda *args, **kwargs: CEILINGS  # measuring them takes seconds, and is not what is looked at
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).eval(), torch.randn(4, 16)
     ends.send({"started": time.time()})

@@ -82,8 +82,8 @@ class Forced(Tuner):
     def _forced(self) -> Plan:
         # A label on the whole graph for each axis, or passes would find nothing to answer.
         labels = [Label(axis, "graph", (), "", (), "high", 1.0, "given: every pass is to run") for axis in Axis]
-        mutated = self._builder(self._context(labels)).baseline().compiled.mutated or frozenset()
-        context = self._context(labels, mutated=mutated)
+        mutated = self.builder(self.context(labels)).baseline().compiled.mutated or frozenset()
+        context = self.context(labels, mutated=mutated)
         chosen: list[Pass] = []
         for p in self.passes:
             allowed = self.device.type in p.devices and self.budget.allows(p.precision)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fxopt import graph_text
 from fxopt.report.model import GraphReport, Report
 from fxopt.report.next_step import passes_for
+from fxopt.report.printing import shorten
 from fxopt.report.subject import Part, parts
-from fxopt.report.terminal import duration, shorten
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     import pandas as pd

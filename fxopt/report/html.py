@@ -127,14 +127,14 @@ def _report(report: Any) -> dict[str, Any]:
     from fxopt.report.page import words
     from fxopt.report.page.data import Texts, graph_data
 
-    texts = Texts()
+    texts, compared = Texts(), report.comparison
     graphs = []
     for index, graph in enumerate(report.graphs):
         graphs.append(
             _shared(graph.profile, texts)
             | {
                 "name": f"Graph {index + 1} of {len(report.graphs)}",
-                "summary": words.summary(graph.profile, graph.labels, graph),
+                "summary": words.summary(graph.profile, graph.labels, graph, compared),
                 "descriptions": words.descriptions(words.passes_named(graph.candidates)),
                 "report": graph_data(graph),
                 "ceilings": to_plain(graph.ceilings),
@@ -145,6 +145,7 @@ def _report(report: Any) -> dict[str, Any]:
     return _page("report", graphs, texts) | {
         "messages": list(report.messages),
         "eager": to_plain(report.eager_modules),
+        "comparison": to_plain(compared),
     }
 
 
@@ -167,7 +168,7 @@ def _profile(profile: Profile, labels: Sequence[Label] | None, ceilings: Ceiling
         "labels": [{**to_plain(label), "next": told[label.axis, label.scope]} for label in part.labels],
         "missing": list(part.missing),
     }
-    return _page("profile", [graph], texts) | {"messages": [], "eager": []}
+    return _page("profile", [graph], texts) | {"messages": [], "eager": [], "comparison": None}
 
 
 def _diff(diff: Diff) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _diff(diff: Diff) -> dict[str, Any]:
     from fxopt.report.page.data import Texts
 
     texts = Texts()
-    return _page("diff", [diff_data(diff, texts)], texts) | {"messages": [], "eager": []}
+    return _page("diff", [diff_data(diff, texts)], texts) | {"messages": [], "eager": [], "comparison": None}
 
 
 def _shared(profile: Profile | None, texts: Any) -> dict[str, Any]:

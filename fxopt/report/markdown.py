@@ -11,16 +11,19 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fxopt.report.diff import Diff
+from fxopt.report.measurements import OF_PROFILE, doubts, kernel_origin, out_of_time, uneven, wall_origin
 from fxopt.report.model import GraphReport, Report
 from fxopt.report.next_step import next_step
 from fxopt.report.printing import shorten
 from fxopt.report.subject import Part, parts
-from fxopt.report.terminal import TOP, by_source_line, duration, lacking, place, scientific, size
+from fxopt.report.terminal import TOP, by_source_line, lacking, place, scientific, size
 from fxopt.report.terminal_diff import HEADINGS, change, label_lines, named, summary, told
+from profiler_core.quantities import duration, glued
 
 if TYPE_CHECKING:
     from fxopt.labels import Label
     from fxopt.measure import PairedResult
+    from fxopt.report.comparison import Comparison
     from profiler_core.profiles import Profile
 
 __all__ = ["code", "escape", "render"]
@@ -39,7 +42,12 @@ def render(subject: Report | Profile | Diff) -> str:
     else:
         (part,) = parts(subject)
         blocks = [f"### fxopt: profile on {code(_device(subject))}", *_where(part), *_limits(part), *_environment(part)]
-    return "\n\n".join(blocks) + "\n"
+    return "".join(
+        part if part.startswith("`") else glued(part) for part in _CODE.split("\n\n".join(blocks) + "\n")
+    )
+
+
+_CODE = re.compile(r"(`+[^`]+`+)")
 
 
 def code(name: str, width: int = _WIDTH) -> str:
@@ -76,7 +84,19 @@ def _device(profile: Profile) -> str:
 # ---- a report ----
 
 
+def compared(found: Comparison) -> Iterable[str]:
+    """What `fxopt bench` measured: a table, and what it says."""
+    yield f"### fxopt: {found.ratio('Inductor', 'fxopt')} Inductor's speed, {found.ratio('eager', 'fxopt')} eager's"
+    rows = [[time, name, eager, inductor] for name, time, eager, inductor in found.rows()]
+    yield _table(("a call", "", "against eager", "against Inductor"), rows, 1)
+    error = "" if found.error is None else f" Relative L2 distance of its output from eager's: {found.error:.1e}."
+    yield f"{found.verdict}; on {code(found.device)}. Kept passes: {escape(found.kept)}.{error}"
+    yield from _bullets(found.notes)
+
+
 def _report(report: Report) -> Iterable[str]:
+    if report.comparison is not None:
+        yield from compared(report.comparison)
     if not report.graphs:
         yield "### fxopt: no graph reached it"
         yield "The model ran as it is; nothing was measured or changed."
@@ -106,8 +126,8 @@ def _ratio(paired: PairedResult) -> str:
 
 def _graph(part: Part, graph: GraphReport) -> Iterable[str]:
     rows = [
-        _compared("wall time a call", graph.baseline_wall_ns, graph.kept_wall_ns),
-        _compared("kernel time a call", graph.baseline_kernel_ns, graph.kept_kernel_ns),
+        _compared(f"wall time a call, {wall_origin(graph)}", graph.baseline_wall_ns, graph.kept_wall_ns),
+        _compared(f"kernel time a call, {kernel_origin(graph)}", graph.baseline_kernel_ns, graph.kept_kernel_ns),
     ]
     if graph.verdict is not None:
         errors = [scientific(error) for error in (graph.verdict.baseline_rel_l2, graph.verdict.rel_l2)]
@@ -116,6 +136,7 @@ def _graph(part: Part, graph: GraphReport) -> Iterable[str]:
         rows.append(["memory held", "", f"+{size(graph.memory_bytes)}", ""])
     if graph.baseline_wall_ns is not None or graph.verdict is not None:
         yield _table(("", "Inductor", "kept", "change"), rows)
+    yield from _bullets([line for line in (out_of_time(graph), *doubts(graph)) if line])
     if graph.ratio is not None:
         noise = f"{graph.ratio.pairs} interleaved pairs; the same code differs by {100 * graph.ratio.noise:.1f} %"
         yield f"95 % confidence interval, from {noise}." + "".join(f" Marked: {escape(m)}." for m in graph.ratio.marked)
@@ -169,6 +190,7 @@ def _where(part: Part) -> Iterable[str]:
             f"A call: {duration(profile.kernel_ns)} of kernels{wall}, {profile.attributed_share:.1%} of it attributed; "
             f"{profile.opaque_share:.1%} in kernels that a graph cannot look into."
         )
+        yield from _bullets([line for line in (uneven(profile),) if line])
     lines = [
         [
             duration(row["time_ns"]),
@@ -182,7 +204,9 @@ def _where(part: Part) -> Iterable[str]:
         [duration(row["time_ns"]), f"{row['share']:.1%}", f"{row['kernels']:.3g}", code(str(row["name"]))]
         for row in profile.by("name").head(TOP).to_dict("records")
     ]
-    yield _folded("Where the time goes, by source line", _table(("time", "share", "at", "source line"), lines, 2))
+    when = "" if part.graph is None else f", {OF_PROFILE}: {duration(profile.kernel_ns)} of kernels in a call"
+    where = f"Where the time goes, by source line{when}"
+    yield _folded(where, _table(("time", "share", "at", "source line"), lines, 2))
     yield _folded("Kernels", _table(("time", "share", "a call", "kernel"), kernels, 3))
     if profile.notes:
         yield _folded("Notes on the measurement", *_bullets(profile.notes))

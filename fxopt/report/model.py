@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxopt.labels import Label
     from fxopt.measure import PairedResult
     from fxopt.registry import PassReport
+    from fxopt.report.comparison import Comparison
     from fxopt.verify import Verdict
     from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
@@ -158,11 +159,14 @@ class EagerModule:
 
 @dataclass
 class Report:
-    """All graphs of one model (a model with graph breaks has several)."""
+    """All graphs of one model (a model with graph breaks has several); and, from `fxopt bench`, how it compares with
+    eager and with Inductor.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     eager_modules: list[EagerModule] = field(default_factory=list)
+    comparison: Comparison | None = None
 
     @property
     def nodes(self) -> pd.DataFrame:
@@ -185,6 +189,7 @@ class Report:
             "messages": list(self.messages),
             "graphs": [graph.to_json() for graph in self.graphs],
             "eager_modules": to_plain(self.eager_modules),
+            "comparison": to_plain(self.comparison),
         }
 
     @classmethod
@@ -242,11 +247,12 @@ def classes() -> dict[str, Any]:
     from fxopt.labels import Label
     from fxopt.measure import PairedResult
     from fxopt.registry import PassReport
+    from fxopt.report.comparison import Comparison
     from fxopt.verify import Verdict
     from profiler_core.profiles import Profile
     from profiler_core.roofline import Ceilings
 
-    found = (AblationRow, Agreement, Label, PairedResult, PassReport, Verdict, Profile, Ceilings)
+    found = (AblationRow, Agreement, Comparison, Label, PairedResult, PassReport, Verdict, Profile, Ceilings)
     return {item.__name__: item for item in found}
 
 

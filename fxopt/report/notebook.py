@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxopt.report.subject import parts
-from fxopt.report.terminal import duration, scientific
+from fxopt.report.terminal import scientific
 from profiler_core.notebook import ROWS, profile_html, shown, table
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     import pandas as pd

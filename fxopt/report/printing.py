@@ -9,10 +9,13 @@ from __future__ import annotations
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
+from profiler_core.quantities import glued
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 _LONGEST = 2000
+_GLUE = "\ue000"  # of a private area, so that `clean` leaves none
 _UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
@@ -46,10 +49,13 @@ def _cut(text: str, width: int) -> str:
 
 def say(console: Console, text: str, style: str = "", indent: int = 0) -> None:
     """A paragraph, wrapped to the width; of one that somebody's endless name is in, beginning and end."""
-    from rich.padding import Padding
     from rich.text import Text
 
-    console.print(Padding(Text(_cut(clean(text, "\n"), _LONGEST), style=style), (0, 0, 0, indent), expand=False))
+    # rich breaks lines at every space there is, so that a number and its unit are held together by no space at all.
+    told = Text(glued(_cut(clean(text, "\n"), _LONGEST), _GLUE))
+    for line in told.wrap(console, max(1, console.width - indent)):
+        shown = " " * indent + line.plain.rstrip().replace(_GLUE, " ")
+        console.print(Text(shown, style=style), no_wrap=True, crop=False, overflow="ignore")
 
 
 def heading(console: Console, text: str) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from fxopt.report.measurements import OF_PROFILE, doubts, kernel_origin, out_of_time, wall_origin
 from fxopt.report.next_step import next_step
 from fxopt.report.printing import cells as _cells
 from fxopt.report.printing import heading as _heading
 from fxopt.report.printing import say as _say
 from fxopt.report.printing import shorten
 from fxopt.report.printing import table as _table
+from profiler_core.quantities import duration, quantity, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,36 +41,15 @@ MOST_MISSING = 4
 """Sentences about rules that could not be asked; where there are more, one says it for all."""
 
 
-def duration(ns: float | None) -> str:
-    """A time given in nanoseconds, with three significant digits and the unit that suits it."""
-    if ns is None or ns != ns:
-        return "-"
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        # 999.5 us would print as "1000 us" at three digits, so it goes to the next unit.
-        if abs(ns) >= size * 0.9995:
-            return f"{_three_digits(ns / size)} {unit}"
-    return f"{ns:.0f} ns"
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
-
-
 def seconds(value: float | None) -> str:
-    """A time given in seconds, for budgets: ``0.4 s``, ``47 s``, ``3 min 20 s``."""
-    if value is None or value != value:
-        return "-"
-    if value < 9.95:
-        return f"{value:.1f} s"
-    whole = round(value)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+    """A time given in seconds, as `duration` spells it."""
+    return duration(None if value is None else 1e9 * value)
 
 
 def size(count: float) -> str:
     """A number of bytes in MiB or GiB."""
     mib = count / 2**20
-    return f"{_three_digits(mib)} MiB" if mib < 1000 else f"{_three_digits(mib / 1024)} GiB"
+    return f"{three_digits(mib)} MiB" if mib < 1000 else f"{three_digits(mib / 1024)} GiB"
 
 
 def place(file: str, line: int, width: int = 40) -> str:
@@ -86,6 +67,12 @@ def render(report: Report, console: Console) -> None:
 
     Says so loudly when the model gave no graph at all, since everything then ran as if fxopt were not there.
     """
+    if report.comparison is not None:
+        from fxopt.report.comparison import text
+
+        for line in text(report.comparison).splitlines():
+            _say(console, line)
+        console.print()
     if not report.graphs:
         _say(
             console,
@@ -131,9 +118,14 @@ def render_explanation(explanation: Explanation, console: Console) -> None:
 
 def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None:
     _say(console, f"Graph {index + 1} of {count}, key {graph.key[:12]}: {_decision(graph)}", "bold")
-    _say(console, f"Decided by: {_SOURCES.get(graph.source, graph.source)}.", indent=2)
-    if graph.kept_wall_ns is not None:
-        _say(console, _times(graph), indent=2)
+    took = f", in {seconds(sum(graph.seconds.values()))}" if graph.source == "tuned" and graph.seconds else ""
+    _say(console, f"Decided by: {_SOURCES.get(graph.source, graph.source)}{took}.", indent=2)
+    if cut_short := out_of_time(graph):
+        _say(console, f"! {cut_short}", "bold", indent=2)
+    for line in _times(graph):
+        _say(console, line, indent=2)
+    for doubt in doubts(graph):
+        _say(console, f"! {doubt}", indent=2)
     if graph.ratio is not None:
         _say(console, f"Paired: {_paired(graph.ratio)}.", indent=2)
     if graph.kernel_ratio is not None:
@@ -155,7 +147,7 @@ def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None
     if graph.calls_to_pay is not None:
         _say(console, f"Tuning has paid for itself after {graph.calls_to_pay:,.0f} calls.", indent=2)
     if graph.profile is not None:
-        _profile(graph.profile, console)
+        _profile(graph.profile, console, when=OF_PROFILE)
     if graph.profile is not None or graph.labels:
         _labels(graph, console)
     if graph.candidates:
@@ -173,7 +165,7 @@ def _graph(graph: GraphReport, index: int, count: int, console: Console) -> None
     if graph.seconds:
         spent = ", ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in graph.seconds.items())
         _say(console, f"Time spent: {spent}; {seconds(sum(graph.seconds.values()))} together.", indent=2)
-    if graph.plan_path:
+    if graph.plan_path and graph.source in ("tuned", "plan"):
         _say(console, f"Plan: {graph.plan_path}", indent=2)
 
 
@@ -193,21 +185,27 @@ def _decision(graph: GraphReport) -> str:
     return f"kept {kept[-1]}" if kept else "kept a candidate"
 
 
-def _times(graph: GraphReport) -> str:
-    parts = [f"Wall a call: {duration(graph.kept_wall_ns)} (baseline {duration(graph.baseline_wall_ns)})"]
-    if graph.kept_kernel_ns is not None:
-        parts.append(f"kernel sum {duration(graph.kept_kernel_ns)} (baseline {duration(graph.baseline_kernel_ns)})")
-    return ", ".join(parts) + "."
+def _times(graph: GraphReport) -> list[str]:
+    """The times of one call, each pair with where and when it was measured."""
+    times = (
+        ("Wall a call", graph.kept_wall_ns, graph.baseline_wall_ns, wall_origin(graph)),
+        ("Kernels a call", graph.kept_kernel_ns, graph.baseline_kernel_ns, kernel_origin(graph)),
+    )
+    return [
+        f"{what}: {duration(kept)} (baseline {duration(baseline)}), {origin}."
+        for what, kept, baseline, origin in times
+        if kept is not None
+    ]
 
 
 def _floor(graph: GraphReport) -> str:
     """What the device could do at best, and how far from that the kernels are."""
     text = f"Floor by the roofline: {duration(graph.floor_ns)} a call"
     if graph.floor_flops is not None and graph.floor_bytes is not None:
-        text += f" ({graph.floor_flops / 1e9:.3g} GFLOP, {size(graph.floor_bytes)})"
+        text += f" ({quantity(graph.floor_flops, 'FLOP')}, {quantity(graph.floor_bytes, 'byte')})"
     if graph.gap_to_floor is not None:
         before, after = graph.gap_to_floor
-        text += f"; gap to the floor: {_three_digits(before)}x before, {_three_digits(after)}x after"
+        text += f"; gap to the floor: {three_digits(before)}x before, {three_digits(after)}x after"
     return f"{text}."
 
 
@@ -235,12 +233,13 @@ def _verdict(verdict: Any) -> str:
 # ---- where the time goes ----
 
 
-def _profile(profile: Any, console: Console, to: str = "FX nodes") -> None:
+def _profile(profile: Any, console: Console, to: str = "FX nodes", when: str = "") -> None:
+    when = when or f"of {profile.iterations} call{'s' * (profile.iterations != 1)}"
     of_wall = "" if profile.wall_ns != profile.wall_ns else f" of {duration(profile.wall_ns)}"
     _heading(
         console,
         f"Where the time goes: {100 * profile.attributed_share:.1f} % of kernel time attributed to {to} "
-        f"({duration(profile.kernel_ns)} of kernels in a call{of_wall})",
+        f"({duration(profile.kernel_ns)} of kernels in a call{of_wall}, medians {when})",
     )
     groups = profile.groups().sort_values("time_ns", ascending=False)
     if groups["graph"].map(_is_backward).any():
@@ -382,22 +381,15 @@ def lacking(missing: Sequence[str]) -> list[str]:
 
 
 def _ceilings(ceilings: Any) -> str:
-    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in sorted(ceilings.flops_per_s.items()))
-    return f"Measured ceilings of the device: copy {ceilings.copy_bytes_per_s / 1e9:.3g} GB/s; products {rates}."
+    rates = ", ".join(f"{name} {quantity(rate, 'FLOP/s')}" for name, rate in sorted(ceilings.flops_per_s.items()))
+    return f"Measured ceilings of the device: copy {quantity(ceilings.copy_bytes_per_s, 'byte/s')}; products {rates}."
 
 
 def evidence_text(evidence: Any) -> str:
-    text = f"{evidence.metric} = {_quantity(evidence.value, evidence.unit)}"
+    text = f"{evidence.metric.removesuffix('_ns')} = {quantity(evidence.value, evidence.unit)}"
     if evidence.threshold is not None:
-        text += f" (threshold {_quantity(evidence.threshold, evidence.unit)})"
+        text += f" (threshold {quantity(evidence.threshold, evidence.unit)})"
     return f"{text}, {evidence.source}"
-
-
-def _quantity(value: float, unit: str) -> str:
-    if unit == "ns":
-        return duration(value)
-    # "1" is the unit of a plain ratio.
-    return f"{value:.3g}" if unit in ("", "1") else f"{value:.3g} {unit}"
 
 
 # ---- candidates and passes ----

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fxopt.report.printing import cells, heading, say, shorten, table
-from fxopt.report.terminal import TOP, duration, place, scientific
+from fxopt.report.terminal import TOP, place, scientific
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     from rich.console import Console

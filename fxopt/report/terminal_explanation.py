@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fxopt.report.printing import cells, clean, heading, say, shorten, table
-from fxopt.report.terminal import duration, evidence_text, lacking
+from fxopt.report.terminal import evidence_text, lacking
+from profiler_core.quantities import duration, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,9 +26,9 @@ def render_explanation(found: Explanation, console: Console) -> None:
         _kernels(found, console)
     if found.counters:
         heading(console, "Counters")
-        rows = table("value", "", "counter", numbers=1)
+        rows = table("value", "counter", numbers=1)
         for reading in found.counters:
-            rows.add_row(*cells(f"{reading.value:.4g}", reading.unit, reading.name))
+            rows.add_row(*cells(quantity(reading.value, reading.unit), reading.name))
         console.print(rows)
     _limits(found, console)
     if found.tried:
@@ -63,9 +64,9 @@ def facts(found: Explanation) -> list[str]:
         lines.append(f"One kernel with: {some(found.fused_with)}; all together {duration(found.group_time_ns)} a call.")
     rates = []
     if found.flops == found.flops and found.flops:
-        rates.append(f"{found.flops:.3g} FLOP")
+        rates.append(quantity(found.flops, "FLOP"))
     if found.bytes == found.bytes and found.bytes:
-        rates.append(f"{found.bytes:.3g} byte")
+        rates.append(quantity(found.bytes, "byte"))
     if rates:
         lines.append(f"Modelled work: {', '.join(rates)}{_reached(found)}.")
     return lines
@@ -77,11 +78,11 @@ def _reached(found: Explanation) -> str:
     if found.flop_rate == found.flop_rate and found.flop_rate:
         best = max(found.ceilings.flops_per_s.values(), default=0.0) if found.ceilings is not None else 0.0
         share = f" ({100 * found.flop_rate / best:.2g} % of the fastest products measured)" if best else ""
-        parts.append(f"{found.flop_rate / 1e12:.3g} TFLOP/s{share}")
+        parts.append(f"{quantity(found.flop_rate, 'FLOP/s')}{share}")
     if found.byte_rate == found.byte_rate and found.byte_rate:
         best = found.ceilings.copy_bytes_per_s if found.ceilings is not None else 0.0
         share = f" ({100 * found.byte_rate / best:.2g} % of a large copy)" if best else ""
-        parts.append(f"{found.byte_rate / 1e9:.3g} GB/s{share}")
+        parts.append(f"{quantity(found.byte_rate, 'byte/s')}{share}")
     return f"; its kernels reach {' and '.join(parts)}" if parts else ""
 
 

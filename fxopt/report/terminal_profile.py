@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxopt.report import terminal
+from fxopt.report.measurements import uneven
 from fxopt.report.printing import cells, heading, say, shorten, table
 from fxopt.report.subject import labelled
-from fxopt.report.terminal import TOP, duration, place
+from fxopt.report.terminal import TOP, place
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +36,8 @@ def render_profile(profile: Profile, console: Console, labels: Sequence[Label] |
         f"{profile.opaque_share:.1%} is in kernels that a graph cannot look into.",
         indent=2,
     )
+    if doubt := uneven(profile):
+        say(console, f"! {doubt}", indent=2)
     if len(profile.groups()):
         terminal._profile(profile, console, "FX nodes" if elsewhere < 5e-4 else "FX nodes and operators")
     else:

@@ -12,12 +12,12 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
+from fxopt.precision import parse_precision
 from fxopt.registry import Pass
 from fxopt.testing.capturing import EXAMPLE_INPUTS, STATIC_INPUTS, capture, placeholders
 from fxopt.testing.equivalence import difference
 from fxopt.testing.running import Labels, Result, graph_stage, run
 from fxopt.torch_api import tracing
-from fxopt.verify import parse_precision
 
 __all__ = ["LAYOUTS", "Case", "check"]
 

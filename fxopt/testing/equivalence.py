@@ -12,10 +12,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxopt import effects
+from fxopt.precision import Budget, Precision, parse_precision
 from fxopt.reference import Float64Mode, clone_inputs, storage_groups
 from fxopt.registry import Pass
 from fxopt.testing.running import Result, run
-from fxopt.verify import Budget, Precision, Verdict, parse_precision, verify
+from fxopt.verify import Verdict, verify
 
 __all__ = ["difference", "equivalent"]
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxopt import effects, manager
 from fxopt.labels import Axis, Label
+from fxopt.precision import Precision, parse_precision
 from fxopt.registry import (
     ConfigPass,
     Configuration,
@@ -26,7 +27,6 @@ from fxopt.testing.capturing import EXAMPLE_INPUTS, STATIC_INPUTS, capture, plac
 from fxopt.testing.printing import text
 from fxopt.torch_api import dynamo, inductor
 from fxopt.torch_api.rnn import BeforeAutograd
-from fxopt.verify import Precision, parse_precision
 
 __all__ = ["Labels", "Result", "context", "labels", "refuses", "run"]
 

@@ -17,6 +17,7 @@ import torch._dynamo.exc
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 class GraphUnsupported(RuntimeError):
@@ -45,9 +46,10 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
     `copy.deepcopy` loses what Dynamo hangs on the module and on its placeholders; without it AOTAutograd takes no
     input to be static, and CUDA graphs would copy every weight on each replay. Parameters, buffers and submodules
-    are shared with the original, never copied.
+    are shared with the original, never copied. Its code is generated when it is first called, as with Dynamo's own:
+    AOTAutograd's cache "recompiles" a graph twice, only to name its inputs.
     """
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
     for key in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, key):
             setattr(copied, key, dict(getattr(gm, key)))

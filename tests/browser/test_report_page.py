@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import made_reports
 import pages
 import pytest
 from large_profile import large_profile
@@ -17,6 +18,7 @@ from large_profile import large_profile
 from fxopt.report import html
 from fxopt.report.diff import diff
 from fxopt.report.model import Report
+from profiler_core.quantities import duration
 
 pytestmark = pytest.mark.browser
 
@@ -28,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = pages.layered()
     html.write(pages.tuned(), folder / "report.html")
     html.write(profile, folder / "profile.html")
+    html.write(Report(pages.tuned().graphs[:1], comparison=made_reports.comparison()), folder / "bench.html")
     html.write(diff(profile, pages.slower(profile)), folder / "diff.html")
     html.write(pages.hostile(), folder / "hostile.html", title="</title><script>window.fxoptHit = 8</script> @DATA@")
     html.write(Report(messages=["nothing"]), folder / "empty.html")
@@ -69,7 +72,9 @@ class Page:
         return self.driver.find_element("css selector", selector)
 
     def texts(self, selector: str) -> list[str]:
-        return self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText.trim())", selector)
+        """As they read; a number and its unit are held together by a space of another kind."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText.trim())"
+        return [text.replace("\xa0", " ") for text in self.run(script, selector)]
 
     def click(self, selector: str) -> None:
         """By the page's own event, wherever a sticky header lies."""
@@ -142,7 +147,7 @@ def test_the_first_screen_answers_in_words(page: Page) -> None:
 
 def test_the_sections_show_what_the_report_holds(window: Page) -> None:
     window.open("report", "drawn")
-    body = window.run("return document.getElementById('main').innerText")
+    (body,) = window.texts("#main")
     for shown in (
         "tensor core idle",  # a label
         "held against 60",  # its evidence
@@ -317,7 +322,7 @@ def test_the_timeline_shows_the_gaps_of_each_stream(page: Page) -> None:
     assert len(rows) == 2  # streams 7 and 9
     cells = page.texts("#timeline table tbody tr:first-child td")
     assert "stream 7" in cells[0] and cells[1] == str(pages.LAYERS) and cells[4] == str(pages.LAYERS - 1)
-    assert re.fullmatch(r"30\.0 µs before sm80_gemm_\d", cells[5])
+    assert re.fullmatch(r"30\.0 us before sm80_gemm_\d", cells[5])
 
 
 def test_the_graph_is_shown_before_and_after_each_pass(page: Page) -> None:
@@ -339,7 +344,82 @@ def test_a_comparison_tells_what_became_slower(window: Page) -> None:
     window.open("diff")
     assert window.texts(".answer h2")[1] == "Where did it change?"
     assert window.nodes()[0] == f"mm_{pages.LAYERS - 1}"
-    assert window.texts("#nodes tbody tr:first-child .bad") == ["+30.0 µs"]
+    assert window.texts("#nodes tbody tr:first-child .bad") == ["+30.0 us"]
+
+
+# ---- numbers ----
+
+PARTED = r"""
+const walker = document.createTreeWalker(document.getElementById("main"), NodeFilter.SHOW_TEXT), found = [];
+const parted = /\d (?:[num]?s|min|h|%|[kMGTP]?i?B(?:\/s)?|[kMGTP]?FLOP(?:\/s|\/byte)?)(?![\w\/])/;
+while (walker.nextNode())
+  if (parted.test(walker.currentNode.data) && !walker.currentNode.parentElement.closest("code, .source, .diff, svg"))
+    found.push(walker.currentNode.data);
+return found;
+"""
+
+
+@pytest.mark.parametrize("name", ["report", "profile", "diff"])
+def test_a_number_and_its_unit_never_part(window: Page, name: str) -> None:
+    window.open(name, "drawn")
+    if name != "diff":
+        window.run(OPEN_ALL, 0)
+    assert len(re.findall(r"\d\xa0(?:us|ms|%)", window.run("return document.getElementById('main').textContent"))) > 20
+    assert window.run(PARTED) == []
+
+
+def test_times_are_spelled_as_in_every_other_form(page: Page) -> None:
+    times = [0, 812, 999.6, 34_210, 999_600, 115_400_000, -2.5e9, 119.4e9, 200e9]
+    assert page.run("return arguments[0].map(duration)", times) == [duration(ns) for ns in times]
+
+
+@pytest.mark.parametrize("name", ["report", "profile", "diff", "bench"])
+@pytest.mark.parametrize("pixels", [1280, 720])
+def test_no_column_of_a_table_is_cut_off(window: Page, pixels: int, name: str) -> None:
+    window.width(pixels)
+    window.open(name, "drawn")
+    cut = "return [...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => "
+    assert window.run(cut + "e.innerText.slice(0, 80))") == []
+
+
+COVERED = """
+const box = (e) => e.getBoundingClientRect(), found = [];
+for (const plot of document.querySelectorAll(".plot")) {
+  const bar = box(plot.querySelector(".modebar"));
+  for (const text of plot.querySelectorAll("text, .points path")) {
+    const own = box(text);
+    if (own.width && own.left < bar.right && own.right > bar.left && own.top < bar.bottom && own.bottom > bar.top)
+      found.push(text.textContent || "a mark");
+  }
+}
+return found;
+"""
+
+
+@pytest.mark.parametrize("pixels", [1280, 720, 400])
+def test_the_toolbar_of_a_plot_covers_nothing(window: Page, pixels: int) -> None:
+    window.width(pixels)
+    window.open("report", "drawn")
+    assert len(window.all(".plot .modebar")) == 3
+    assert window.run(COVERED) == []
+
+
+def test_eager_and_autocast_stand_beside_inductor_where_they_were_timed(window: Page) -> None:
+    window.open("bench")
+    first = window.texts(".answer:first-child li")
+    assert [text.split("\n")[0] for text in first] == ["eager", "Inductor", "autocast", "fxopt"]
+    assert "3.00x (2.90 to 3.10) the speed of eager; 1.50x (1.40 to 1.60) the speed of Inductor" in first[3]
+    rows = window.texts("#compared table tbody tr")
+    assert [row.split(", the whole work")[0] for row in rows if "the whole work" in row] == [
+        f"{a} against {b}"
+        for a, b in (
+            ("eager", "Inductor"), ("eager", "autocast"), ("eager", "fxopt"), ("Inductor", "autocast"),
+            ("Inductor", "fxopt"), ("autocast", "fxopt"),
+        )
+    ]  # fmt: skip
+    assert "2.90 to 3.10" in rows[2] and "6.00 ms" in rows[2] and "2.00 ms" in rows[2]
+    window.open("report")
+    assert "Eager mode was not timed" in window.texts("#compared")[0]
 
 
 def test_a_report_of_no_graph_says_so(window: Page) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_graphs import dynamo_graph
 from torch import nn
 
 from fxopt import testing
@@ -93,14 +94,7 @@ class Block(nn.Module):
 
 def compiled(model: nn.Module, x: torch.Tensor, p) -> tuple:
     """The frozen model compiled with one pass at the joint stage, its report, and its inputs."""
-    seen: list = []
-
-    def backend(gm, inputs):
-        seen[:] = gm, list(inputs)
-        return gm.forward
-
-    torch.compile(model, backend=backend)(x)
-    gm, inputs = seen
+    gm, inputs = dynamo_graph(model, x)
     graph = testing.capture(model, x)
     nodes = [n.name for n in graph.graph.nodes if n.target is CONVOLUTION]
     labels = testing.labels(graph, Axis.TENSOR_CORE_IDLE, nodes=nodes)

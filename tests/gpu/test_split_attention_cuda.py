@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_graphs import dynamo_graph
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -191,14 +192,7 @@ class Attention(nn.Module):
 
 def compiled(model: nn.Module, x: torch.Tensor, p: Any) -> tuple[torch.Tensor, Any]:
     """The result of the model compiled with one pass, and the pass's report."""
-    seen: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        seen[:] = gm, list(inputs)
-        return gm.forward
-
-    torch.compile(model, backend=backend)(x)
-    gm, inputs = seen
+    gm, inputs = dynamo_graph(model, x)
     slot = SlotPass([p], EverythingLabelled(**vars(testing.context(p, device="cuda:0"))), Stage.JOINT)
     made = inductor.compile_graph(gm, inputs, patches={}, slots={"joint": slot}, freeze=frozenset(), caches=False)
     return made.flat(inputs)(*inputs)[0], slot.reports[0]

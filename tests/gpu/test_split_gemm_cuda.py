@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_graphs import dynamo_graph
 from torch import nn
 
 import fxopt
 from fxopt import testing
 from fxopt.manager import SlotPass
+from fxopt.precision import FP32_FLOOR
 from fxopt.registry import Stage
 from fxopt.torch_api import inductor
-from fxopt.verify import FP32_FLOOR
 from passes.kernels import launch
 from passes.split_precision_gemm import METHODS, SplitPrecisionGemm
 from passes.split_products import rounded_once, split, split_mm, split_parts
@@ -322,15 +323,7 @@ class Mlp(nn.Module):
 def test_a_compiled_model_splits_its_frozen_weights_beforehand(method, fresh_dynamo):
     torch.manual_seed(0)
     model, x = Mlp(256, 2048).eval().to(DEVICE), values(200, 256)
-    seen: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        seen[:] = gm, list(inputs)
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(x)
-    gm, inputs = seen
+    gm, inputs = dynamo_graph(model, x)
     graph = testing.capture(model, x)
     p = SplitPrecisionGemm(method)
     labels = testing.labels(graph, *p.answers)

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import fxopt
-from fxopt import machine, registry
+from fxopt import machine, measure, registry
 from fxopt.plan import PassUse, Plan, PlanStore
 from fxopt.registry import PassContext
 from fxopt.report.model import GraphReport, to_plain
+from fxopt.testing import stand_ins
 from fxopt.warning import FxoptWarning
+from profiler_core import roofline
 
 #: all that rewrite on the CPU without giving up accuracy
 EXACT = ("causal_mask", "merge_projections", "channels_last", "remove_redundant_casts_and_copies")
@@ -34,6 +36,17 @@ def force(monkeypatch: pytest.MonkeyPatch, *names: str, device: str = "cpu") -> 
     made = {"decision": "candidate", "passes": uses, "machines": here}
     monkeypatch.setattr(PlanStore, "load", lambda self, key: Plan(key=key, **made))
     monkeypatch.setattr(PassContext, "answers", lambda self, node, axes: True)
+
+
+def given_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's ceilings are not measured: labels do not depend on how busy the machine is."""
+    monkeypatch.setattr(roofline, "ceilings", lambda device, store: stand_ins.CEILINGS)
+
+
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed, and every candidate that is right is faster than what it is compared with."""
+    monkeypatch.setattr(measure, "noise_floor", lambda *args, **kwargs: 0.01)
+    monkeypatch.setattr(measure, "compare", lambda *args, **kwargs: stand_ins.TWICE_AS_FAST)
 
 
 def compiled(model: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import forced_passes
 import pytest
 import torch
 import torch.nn.functional as F
+from forced_passes import TORCHS_KERNELS, given_ceilings
 from torch import nn
 
 import fxopt
 from fxopt import registry
 from fxopt.labels import Axis
-from fxopt.registry import Candidate, GraphPass, Stage
+from fxopt.testing.stand_ins import DoubledNegation
 from fxopt.torch_api.inductor import CustomGraphPass
 from fxopt.tuner import FxoptWarning
-from fxopt.verify import Precision
 from profiler_core import roofline
 
 aten = torch.ops.aten
@@ -60,9 +61,7 @@ def _fresh(fresh_dynamo: None) -> None:
 @pytest.fixture(autouse=True)
 def _ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings far above any rate, so that labels do not depend on how busy the machine is: matrix units look idle."""
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    made = roofline.Ceilings("test", 1e12, rates, "2026-01-01T00:00:00+00:00", {})
-    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
+    given_ceilings(monkeypatch)
 
 
 @pytest.fixture
@@ -210,15 +209,10 @@ def test_dynamic_sizes_compile_once(block):
 
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing is not what these tests are about: a pass that is right makes the code faster, and each is of use."""
-    from fxopt import measure
-    from fxopt.measure import PairedResult
     from fxopt.trials import Trials
 
-    monkeypatch.setattr(measure, "noise_floor", lambda *a, **k: 0.01)
+    forced_passes.always_faster(monkeypatch)
     monkeypatch.setattr(Trials, "as_fast", lambda self, entry, best: False)
-    monkeypatch.setattr(
-        measure, "compare", lambda a, b, s, **k: PairedResult(2.0, 1.9, 2.1, 6, 2e6, 1e6, 0.01, {}, ())
-    )
 
 
 def test_optimize_freezes_weights_and_remembers(block, x, monkeypatch):
@@ -282,15 +276,16 @@ def test_changed_weights_are_seen(block, x, monkeypatch):
 
 
 def test_training_mode_runs_the_model_itself(block, x):
-    fast = fxopt.optimize(block, (x,), passes=FEW, **QUICK)
+    fast = fxopt.optimize(block, (x,), passes=["freeze_weights"], **QUICK, **TORCHS_KERNELS)
     fast.train()
     fast(x).sum().backward()
     assert block.qkv.weight.grad is not None
 
 
 def test_keyword_and_single_inputs(block, x):
-    close(fxopt.optimize(block, x, passes=FEW, **QUICK)(x), block(x).detach())
-    close(fxopt.optimize(block, {"x": x}, passes=FEW, **QUICK)(x=x), block(x).detach())
+    quick = {**QUICK, **TORCHS_KERNELS, "passes": []}
+    close(fxopt.optimize(block, x, **quick)(x), block(x).detach())
+    close(fxopt.optimize(block, {"x": x}, **quick)(x=x), block(x).detach())
 
 
 def test_a_model_without_a_graph_says_so(x):
@@ -368,23 +363,11 @@ def test_a_fault_that_nobody_foresaw_falls_back_with_one_warning(block, x, monke
 
 
 @dataclass(frozen=True)
-class Mutant(GraphPass):
-    """gelu's 0.5 becomes something else: each subclass says what."""
+class Mutant(DoubledNegation):
+    """What gelu's erf gives becomes something else: each subclass says what."""
 
     name: ClassVar[str] = "mutant"
-    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
-    stage: ClassVar[Stage] = Stage.JOINT
-    precision: ClassVar[Precision] = Precision.FP32
-
-    def candidates(self, graph, context):
-        yield from (Candidate(n.name) for n in graph.nodes if n.target is aten.erf.default)
-
-    def rewrite(self, graph, node, context):
-        users = list(node.users)
-        with graph.inserting_before(node.next):
-            new = self.twin(graph, node)
-        for user in users:
-            user.replace_input_with(node, new)
+    targets: ClassVar[tuple[object, ...]] = (aten.erf.default,)
 
     def twin(self, graph, node):
         return graph.call_function(aten.mul.Tensor, (node, 1.0))
@@ -398,7 +381,7 @@ def with_pass(block, x):
         registered.append(registry.register(cls).name)
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():
             warnings.simplefilter("always")
-            close(compiled(block, {"passes": [cls.name], **options})(x), block(x))
+            close(compiled(block, {"passes": [cls.name], **TORCHS_KERNELS, **options})(x), block(x))
         graph = fxopt.last_report().graphs[0]
         assert graph.decision == "baseline" and len(graph.candidates) == 1
         return graph.candidates[0], [str(w.message) for w in caught if issubclass(w.category, FxoptWarning)]
@@ -422,13 +405,13 @@ def test_wrong_numbers_are_caught(with_pass, monkeypatch):
 
 def test_a_slower_candidate_is_caught(with_pass):
     def slow(self, g, n):
-        # Right, and a hundred matrix products slower: the products with zero are added to the result.
+        # Right, and forty matrix products slower: the products with zero are added to the result.
         value = n.meta["val"]
         width = value.shape[-1]
         flat = g.call_function(aten.reshape.default, (n, [-1, width]))
         zero = g.call_function(aten.full.default, ([width, width], 0.0), {"dtype": torch.float32})
         total = flat
-        for _ in range(100):
+        for _ in range(40):
             total = g.call_function(aten.add.Tensor, (g.call_function(aten.mm.default, (total, zero)), flat))
         return g.call_function(aten.reshape.default, (total, list(value.shape)))
 
@@ -508,7 +491,7 @@ def scaled(monkeypatch):
 def tune(block, x, **options):
     torch._dynamo.reset()
     with torch.no_grad():
-        close(compiled(block, {"passes": ["scaled"], **options})(x), block(x))
+        close(compiled(block, {"passes": ["scaled"], **TORCHS_KERNELS, **options})(x), block(x))
     return fxopt.last_report().graphs[0]
 
 
@@ -574,7 +557,8 @@ SCRIPT = """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
     x = torch.randn(8, 32)
-    fn = torch.compile(model, backend="profile_guided", options={"pairs": 6, "iterations": 2, "passes": []})
+    quick = {"pairs": 6, "iterations": 2, "passes": [], "fallback_by_default": True}
+    fn = torch.compile(model, backend="profile_guided", options=quick)
     with torch.no_grad():
         y = fn(x)
     import fxopt
@@ -628,7 +612,7 @@ def test_modules_that_share_one_compiled_function_keep_their_own_weights(monkeyp
     always_faster(monkeypatch)
     model, x = nn.Sequential(Broken(), Broken(), Broken()).eval(), torch.randn(4, 16)
     with pytest.warns(FxoptWarning, match="weights are no longer folded"):
-        fast = fxopt.optimize(model, (x,), passes=FEW, **QUICK)
+        fast = fxopt.optimize(model, (x,), passes=["freeze_weights"], **QUICK, **TORCHS_KERNELS)
     close(fast(x), model(x).detach())
 
 
@@ -643,7 +627,7 @@ def test_weights_of_a_module_that_is_not_registered_are_seen(x, monkeypatch):
 
     always_faster(monkeypatch)
     model = Hidden().eval()
-    fast = fxopt.optimize(model, (x,), passes=FEW, **QUICK)
+    fast = fxopt.optimize(model, (x,), passes=["freeze_weights"], **QUICK, **TORCHS_KERNELS)
     with torch.no_grad():
         model.hidden[0].weight.mul_(2)
     close(fast(x), model(x).detach())
@@ -697,7 +681,8 @@ def test_integers_with_a_table_for_each_column_are_not_mixed_up(monkeypatch):
     always_faster(monkeypatch)
     model = Two().eval()
     ids = torch.stack([torch.randint(900, 1000, (32,)), torch.randint(0, 4, (32,))], dim=1)
-    close(fxopt.optimize(model, (ids,), passes=FEW, **QUICK)(ids), model(ids).detach())
+    quick = {**QUICK, **TORCHS_KERNELS, "passes": ["freeze_weights"]}
+    close(fxopt.optimize(model, (ids,), **quick)(ids), model(ids).detach())
 
 
 def test_models_that_differ_inside_a_checkpoint_have_plans_of_their_own(x):
@@ -710,7 +695,7 @@ def test_models_that_differ_inside_a_checkpoint_have_plans_of_their_own(x):
     for body in (torch.sin, torch.cos):
         torch._dynamo.reset()
         with torch.no_grad():
-            compiled(model(body))(x)
+            compiled(model(body), {"passes": [], **TORCHS_KERNELS})(x)
         keys.append(fxopt.last_report().graphs[0].key)
     assert keys[0] != keys[1]
 
@@ -719,7 +704,7 @@ def test_a_plan_that_gives_up_accuracy_holds_for_the_weights_it_was_verified_wit
     def key(model, precision):
         torch._dynamo.reset()
         with torch.no_grad():
-            compiled(model, {"precision": precision, "passes": []})(x)
+            compiled(model, {"precision": precision, "passes": [], **TORCHS_KERNELS})(x)
         return fxopt.last_report().graphs[0].key
 
     other = Block().eval()
@@ -729,7 +714,7 @@ def test_a_plan_that_gives_up_accuracy_holds_for_the_weights_it_was_verified_wit
 
 
 def test_an_input_that_wants_a_gradient_is_told_once_that_it_gets_none(block, x):
-    fast = fxopt.optimize(block, (x,), passes=[], **QUICK)
+    fast = fxopt.optimize(block, (x,), passes=[], **QUICK, **TORCHS_KERNELS)
     asked = x.clone().requires_grad_()
     with pytest.warns(FxoptWarning, match="an input requires a gradient, but an optimised model in eval mode"):
         y = fast(asked)

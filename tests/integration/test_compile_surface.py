@@ -12,7 +12,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from forced_passes import EXACT, FOLDING, TORCHS_KERNELS, compiled, force, last, optimized, rewritten, warned
+from forced_passes import (
+    EXACT,
+    FOLDING,
+    TORCHS_KERNELS,
+    compiled,
+    force,
+    given_ceilings,
+    last,
+    optimized,
+    rewritten,
+    warned,
+)
 from torch import nn
 
 import fxopt
@@ -20,7 +31,6 @@ from fxopt import identity, measure, registry
 from fxopt.labels import Axis
 from fxopt.registry import Candidate, GraphPass, Stage
 from fxopt.verify import Precision
-from profiler_core import roofline
 from profiler_core.collect import kineto
 
 aten = torch.ops.aten
@@ -31,8 +41,7 @@ QUICK = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1, "passes":
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    made = roofline.Ceilings("test", 1e12, {"float32": 1e12}, "2026-01-01T00:00:00+00:00", {})
-    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
+    given_ceilings(monkeypatch)
 
 
 @pytest.fixture

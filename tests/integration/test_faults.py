@@ -17,57 +17,36 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
-from forced_passes import TORCHS_KERNELS, last, warned
+from forced_passes import TORCHS_KERNELS, given_ceilings, last, warned
 from torch import nn
 
 import fxopt
 from fxopt import measure, profiling, registry, rules, verify
 from fxopt.build import Build, Builder
-from fxopt.labels import Axis
 from fxopt.measure import PairedResult
 from fxopt.options import Options
 from fxopt.plan import PlanStore
-from fxopt.registry import Candidate, GraphPass, Stage
+from fxopt.testing.stand_ins import TWICE_AS_FAST, DoubledNegation
 from fxopt.torch_api import inductor
-from fxopt.tuner import Tuner
-from fxopt.verify import Precision
+from fxopt.tuner import FxoptWarning, Tuner
 from profiler_core import roofline
 from profiler_core.attribute import engine
 from profiler_core.collect import kineto
 from profiler_core.collect.conflicts import ProfilerError
 
 aten = torch.ops.aten
-PASS = "test_fault_times_one"
+PASS = DoubledNegation.name
 QUICK = {"pairs": 6, "iterations": 1, "warmup": 1, "verify_inputs": 1, "passes": [PASS], **TORCHS_KERNELS}
-
-
-@dataclass(frozen=True)
-class TimesOne(GraphPass):
-    """Right, and of no use: what is tried where nothing fails."""
-
-    name: ClassVar[str] = PASS
-    answers: ClassVar[frozenset[Axis]] = frozenset({Axis.TENSOR_CORE_IDLE})
-    stage: ClassVar[Stage] = Stage.JOINT
-    precision: ClassVar[Precision] = Precision.FP32
-
-    def candidates(self, graph, context):
-        yield from (Candidate(n.name) for n in graph.nodes if n.target is aten.erf.default)
-
-    def rewrite(self, graph, node, context):
-        users = list(node.users)
-        with graph.inserting_before(node.next):
-            new = graph.call_function(aten.mul.Tensor, (node, 1.0))
-        for user in users:
-            user.replace_input_with(node, new)
 
 
 class Counting(nn.Module):
@@ -96,19 +75,17 @@ def _collected() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _tuning(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every label is drawn, and every candidate that is right is faster."""
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    made = roofline.Ceilings("test", 1e12, rates, "2026-01-01T00:00:00+00:00", {})
-    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
+    given_ceilings(monkeypatch)
     monkeypatch.setattr(measure, "noise_floor", lambda *a, **k: 0.01)
 
     def compare(first: Any, second: Any, sets: Any, **options: Any) -> PairedResult:
         for inputs in sets:
             first(*inputs), second(*inputs)
-        return PairedResult(2.0, 1.9, 2.1, 6, 2e6, 1e6, 0.01, {}, ())
+        return TWICE_AS_FAST
 
     monkeypatch.setattr(measure, "compare", compare)
     torch.manual_seed(0)
-    registry.register(TimesOne)
+    registry.register(DoubledNegation)
     yield
     registry.unregister(PASS)
 
@@ -282,7 +259,7 @@ def at(owner: Any, name: str, fault: Callable[..., Any]) -> Callable[[pytest.Mon
 
 
 def in_pass(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return at(TimesOne, name, raising(lambda: ZeroDivisionError("injected")))
+    return at(DoubledNegation, name, raising(lambda: ZeroDivisionError("injected")))
 
 
 def writing(name: str, fault: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -323,7 +300,7 @@ INTERRUPTS = {
     "baseline's compilation": in_compile(interrupted, candidate=False),
     "profiled call": in_call(interrupted, candidate=False),
     "attribution": at(engine, "attribute", interrupted),
-    "pass": at(TimesOne, "rewrite", interrupted),
+    "pass": at(DoubledNegation, "rewrite", interrupted),
     "candidate's compilation": in_compile(interrupted, candidate=True),
     "candidate's call": in_call(interrupted, candidate=True),
     "noise floor": at(measure, "noise_floor", interrupted),
@@ -467,6 +444,21 @@ def test_a_plan_that_does_not_apply_leaves_plain_inductor(model, plan_dir, monke
     torch.testing.assert_close(result, expected(model, x, 2))
     (warning,) = said
     assert "the stage 'apply plan' failed" in warning and "plain Inductor" in warning and "injected" in warning
+
+
+@pytest.mark.parametrize("of_the_device", [False, True])
+def test_a_call_that_fails_by_itself_is_told_as_the_callers(plan_dir, of_the_device, monkeypatch):
+    """But not where everything on the device fails from then on, whoever broke it."""
+    table = torch.nn.Embedding(8, 4)
+    call = torch.compile(table, backend="profile_guided", options=QUICK)
+    if of_the_device:
+        lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        monkeypatch.setattr("fxopt.backend.clone_inputs", mock.Mock(side_effect=lost))
+    with pytest.warns(FxoptWarning) as said, pytest.raises(IndexError, match="out of range"):
+        call(torch.tensor([1, 9]))
+    (warning,) = map(str, (one.message for one in said))
+    assert ("the model's own call fails, with fxopt and without (IndexError" in warning) is not of_the_device
+    assert ("the stage 'draw cotangents' failed" in warning) is of_the_device
 
 
 def test_a_report_that_cannot_be_written_is_one_warning(model, plan_dir, monkeypatch, tmp_path):

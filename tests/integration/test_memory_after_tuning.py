@@ -8,13 +8,12 @@ import warnings
 
 import pytest
 import torch
-from forced_passes import TORCHS_KERNELS
+from forced_passes import TORCHS_KERNELS, given_ceilings
 from torch import nn
 
 import fxopt
 from fxopt import measure
 from fxopt.measure import PairedResult
-from profiler_core import roofline
 
 ROWS, COLUMNS = 613, 67
 
@@ -42,9 +41,8 @@ def copies(model: Folded) -> int:
 
 @pytest.mark.parametrize(("ratio", "frozen"), [(0.5, False), (2.0, True)], ids=["rejected", "kept"])
 def test_folded_weights_go_with_the_code_that_held_them(monkeypatch, fresh_dynamo, ratio, frozen):
-    made = roofline.Ceilings("test", 1e12, {"float32": 1e12, "bfloat16": 4e12}, "2026-01-01T00:00:00+00:00", {})
     timed = PairedResult(ratio, ratio, ratio, 6, 2e6, 1e6, 0.01, {}, ())
-    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
+    given_ceilings(monkeypatch)
     monkeypatch.setattr(measure, "noise_floor", lambda *a, **k: 0.01)
     monkeypatch.setattr(measure, "compare", lambda *a, **k: timed)
     model, x = Folded().eval(), torch.randn(4, COLUMNS)

@@ -6,45 +6,22 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from forced_passes import always_faster, given_ceilings
 from torch import nn
 
 import fxopt
-from fxopt import machine, measure, registry, verify
-from fxopt.labels import Axis
-from fxopt.registry import Candidate, GraphPass, Stage
+from fxopt import machine, registry, verify
 from fxopt.report.model import GraphReport
-from fxopt.verify import Precision
+from fxopt.testing.stand_ins import DoubledNegation
 from fxopt.warning import FxoptWarning
-from profiler_core import roofline
 
 aten = torch.ops.aten
 ELSEWHERE = {"host": "0123456789abcdef", "gpus": []}
-
-
-@dataclass(frozen=True)
-class TwiceNegated(GraphPass):
-    """Right, and of no use."""
-
-    name: ClassVar[str] = "twice_negated"
-    answers: ClassVar[frozenset[Axis]] = frozenset(Axis)
-    stage: ClassVar[Stage] = Stage.JOINT
-    precision: ClassVar[Precision] = Precision.FP32
-
-    def candidates(self, graph, context):
-        yield from (Candidate(n.name) for n in graph.nodes if n.target is aten.relu.default)
-
-    def rewrite(self, graph, node, context):
-        users = list(node.users)
-        with graph.inserting_before(node.next):
-            new = graph.call_function(aten.neg.default, (graph.call_function(aten.neg.default, (node,)),))
-        for user in users:
-            user.replace_input_with(node, new)
 
 
 Run = Callable[..., tuple[GraphReport, list[str]]]
@@ -53,25 +30,24 @@ Run = Callable[..., tuple[GraphReport, list[str]]]
 @pytest.fixture
 def run(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Compiles and calls a small model; its report and fxopt's warnings. Every candidate counts as faster."""
-    made = roofline.Ceilings("given", 1e12, {"float32": 1e12, "bfloat16": 4e12}, "2026-01-01T00:00:00+00:00", {})
-    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
-    monkeypatch.setattr(measure, "compare", lambda *args, **kwargs: measure.paired([(2e6, 1e6)] * 6, 0.01))
-    registry.register(TwiceNegated)
+    given_ceilings(monkeypatch)
+    always_faster(monkeypatch)
+    registry.register(DoubledNegation)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).eval(), torch.randn(4, 16)
 
     def call(**options: Any) -> tuple[GraphReport, list[str]]:
         torch._dynamo.reset()
-        quick = {"pairs": 6, "iterations": 1, "warmup": 1, "verify_inputs": 1, "passes": ["twice_negated"], **options}
+        quick = {"pairs": 6, "iterations": 1, "warmup": 1, "verify_inputs": 1, "passes": ["doubled_negation"]}
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():
             warnings.simplefilter("always")
-            y = torch.compile(model, backend="profile_guided", options=quick)(x)
+            y = torch.compile(model, backend="profile_guided", options={**quick, **options})(x)
             assert torch.allclose(y, model(x), atol=1e-6)
         said = [str(w.message) for w in caught if issubclass(w.category, FxoptWarning)]
         return fxopt.last_report().graphs[0], said
 
     yield call
-    registry.unregister("twice_negated")
+    registry.unregister("doubled_negation")
 
 
 def edit(report: GraphReport, **changes: Any) -> Path:
@@ -85,7 +61,7 @@ def test_a_plan_of_another_machine_is_verified_once_and_then_trusted(run, monkey
     assert (report.source, report.decision) == ("tuned", "candidate")
     path = edit(report, machines=[ELSEWHERE])
     moved, said = run(mode="apply")
-    assert (moved.source, moved.passes, said) == ("plan", ["twice_negated"], [])
+    assert (moved.source, moved.passes, said) == ("plan", ["doubled_negation"], [])
     assert moved.verdict is not None and moved.verdict.ok
     assert any("was made on another machine; it was verified here" in message for message in moved.messages)
     here = machine.machine(torch.device("cpu")).model_dump()
@@ -106,7 +82,7 @@ def test_a_plan_that_is_wrong_here_is_not_used_and_tuning_makes_another(run, mon
     assert len(said) == 1 and "made on another machine, and is wrong here: output 0" in said[0]
     edit(report, mutated=[1])
     tuned, said = run()
-    assert (tuned.source, tuned.passes) == ("tuned", ["twice_negated"])
+    assert (tuned.source, tuned.passes) == ("tuned", ["doubled_negation"])
     assert len(said) == 1 and "writes to other inputs than it does" in said[0]
     assert run()[0].source == "plan"
 
@@ -119,7 +95,7 @@ def test_a_plan_that_is_wrong_here_is_not_used_and_tuning_makes_another(run, mon
         (
             {
                 "passes": [
-                    {"name": "twice_negated", "options": {"__reduce__": ["os.system", "false"]}, "stage": "joint"}
+                    {"name": "doubled_negation", "options": {"__reduce__": ["os.system", "false"]}, "stage": "joint"}
                 ]
             },
             "no option is named '__reduce__'",

@@ -46,9 +46,10 @@ def test_a_wrong_option_is_told_before_the_program_runs(capsys, wrong, said):
     assert captured.out == "" and said in captured.err
 
 
-def test_three_forms_are_measured_side_by_side(capsys):
-    arguments = ["bench", "-m", "package", "-o", "mode=apply", "--pairs", "6", "--json", "--", "2"]
-    assert run(arguments) == 0
+def test_three_forms_are_measured_side_by_side_and_shown_again(tmp_path, capsys):
+    saved, page = tmp_path / "bench.json", tmp_path / "page.html"
+    options = ["-o", "mode=apply", "--pairs", "6", "--json", "--save", str(saved)]
+    assert run(["bench", "-m", "package", *options, "--", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["times_ns"]) == ["eager", "Inductor", "fxopt"] and min(found["times_ns"].values()) > 0
     assert [(row["before"], row["after"]) for row in found["results"]] == [
@@ -58,6 +59,13 @@ def test_three_forms_are_measured_side_by_side(capsys):
     ]
     assert all(row["low"] <= row["ratio"] <= row["high"] and row["pairs"] == 6 for row in found["results"])
     assert found["rel_l2_to_eager"] < 1e-5
+    comparison = Report.from_json(json.loads(saved.read_text())).comparison
+    assert comparison is not None and json.loads(json.dumps(comparison.to_json())) == found
+    for form in ([], ["--markdown"], ["--html", str(page), "--quiet"]):
+        assert run(["report", str(saved), *form]) == 0
+        text = capsys.readouterr().out
+        assert "--html" in form or all(comparison.ratio("eager", name) in text for name in ("Inductor", "fxopt"))
+    assert "</html>" in page.read_text()
 
 
 def test_a_program_that_trains_is_not_benchmarked(capsys):

@@ -187,6 +187,7 @@ def test_ctrl_c_ends_it_with_130_and_leaves_nothing_behind(tmp_path):
     done = process(folder, "-m", "fxopt.cli", "profile", str(script), "--save", str(page), timeout=300)
     assert done.returncode == 130
     assert "KeyboardInterrupt" in done.stderr and "fxopt/script.py" not in done.stderr
+    assert done.stderr.splitlines()[-1] == f"fxopt: interrupted; what was profiled before is kept in {page}"
     assert Profile.load(page).iterations == 4
     assert list(folder.iterdir()) == []
 
@@ -206,7 +207,7 @@ def test_an_eager_script_is_told_why_it_is_slow_and_what_to_do_next(tmp_path, in
     line = line_of("one_product.py", "return self.wide(x)")
     limits = told[told.index("What limits it") :]
     assert "tensor_core_idle: 1 kernel(s), could save up to" in limits
-    assert f"- aten::linear@wide:{line}, " in limits and "A float32 matrix product (3.36e+07 FLOP)" in limits
+    assert f"- aten::linear@wide:{line}, " in limits and "A float32 matrix product (33.6 MFLOP)" in limits
     assert "Next: fxopt optimize, or torch.compile(model" in limits
     assert "with --precision bf16 also bf16_graph" in limits
     linear = Profile.load(saved).nodes.set_index("node").loc[f"aten::linear@wide:{line}"]

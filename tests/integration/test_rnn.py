@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from forced_passes import TORCHS_KERNELS, always_faster
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxopt
-from fxopt import measure, registry, rnn
+from fxopt import registry, rnn
 from fxopt.backend import Backend
-from fxopt.measure import PairedResult
 from fxopt.report.model import GraphReport
 from fxopt.torch_api.rnn import traced
 from passes.rnn_redispatch import RnnRedispatch
 from profiler_core import roofline
 
 #: few pairs: these tests are about what is decided and said, not about how fast anything is
-QUICK = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1, "passes": ["rnn_redispatch"]}
+QUICK = {"pairs": 6, "iterations": 2, "warmup": 1, "verify_inputs": 1, "passes": ["rnn_redispatch"], **TORCHS_KERNELS}
 
 
 class Last(nn.Module):
@@ -49,11 +49,6 @@ def _registered(fresh_dynamo: None) -> None:
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(3, 5, 8)
-
-
-def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "noise_floor", lambda *a, **k: 0.01)
-    monkeypatch.setattr(measure, "compare", lambda a, b, s, **k: PairedResult(2.0, 1.9, 2.1, 6, 2e6, 1e6, 0.01, {}, ()))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -153,8 +148,7 @@ def test_a_layer_that_a_user_has_had_unrolled_is_sent_back(x, monkeypatch):
 def test_a_training_graph_stays_as_it_is(x):
     reports: list[GraphReport] = []
     model = Last(nn.GRU).eval()
-    options = {**QUICK, "fallback_by_default": True}  # unrolled it is much to compile
-    compiled = torch.compile(model, backend=Backend(None, options, on_report=reports.append))
+    compiled = torch.compile(model, backend=Backend(None, QUICK, on_report=reports.append))
     with traced():
         compiled(x).sum().backward()
     assert model.layer.weight_hh_l0.grad is not None

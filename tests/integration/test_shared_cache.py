@@ -1,7 +1,8 @@
 """Processes that share Inductor's cache: whatever decides what a pass does makes new code, and nothing else does.
 
-Each run is a process of its own. It compiles `relu(x) + sin(x)` with a pass from an installed package, which turns
-relu(x) into x * FACTOR + (the headroom of its labels): so the numbers say which code ran.
+Each run is a process of its own, forked from one that has imported torch and fxopt. It compiles `relu(x) + sin(x)` with
+a pass from an installed package, which turns relu(x) into x * FACTOR + (the headroom of its labels): so the numbers say
+which code ran.
 """
 
 from __future__ import annotations
@@ -87,11 +88,12 @@ class Shift(RuntimePass):
 """
 
 RUN = """
-import json, sys
+import json, os, sys, traceback
 from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fxopt import bisect, identity, rules
@@ -101,56 +103,78 @@ from fxopt.options import resolve_options
 from fxopt.plan import plan_key
 from fxopt.registry import PassContext
 from fxopt.verify import parse_precision
-from rewrites.scale import Scale, Shift, Unrolled
-
-given = json.loads(sys.argv[1])
-options = resolve_options({"thresholds": given["thresholds"]})
-labels = rules.label_graph(1000.0, given["kernel_ns"], {"device_type": "cpu"}, thresholds=dict(options.thresholds))
 
 
 class Users(CustomGraphPass):
+    def __init__(self, name):
+        self.name = name
+
     def __call__(self, graph):
         for node in graph.nodes:
             if node.target is torch.ops.aten.sin.default:
-                node.target = getattr(torch.ops.aten, given["user"]).default
+                node.target = getattr(torch.ops.aten, self.name).default
 
     def uuid(self):
-        return "the user's " + given["user"]
+        return "the user's " + self.name
 
 
-def backend(gm, inputs):
-    patches = {"joint_custom_pre_pass": Users()} if given["user"] else {}
-    device = torch.device("cpu")
-    context = PassContext(device=device, budget=parse_precision("fp32"), labels=tuple(labels))
-    passes = [Unrolled(), Scale(), Shift()] if given["every_kind"] else [Scale()]
-    parts = identity.key_parts(
-        gm,
-        inputs,
-        device=device,
-        deciding=options.deciding(),
-        patches=patches,
-        passes=passes,
-        session=False,
-        weights="",
+def found_by(given):
+    from rewrites.scale import Scale, Shift, Unrolled
+
+    options = resolve_options({"thresholds": given["thresholds"]})
+    thresholds = dict(options.thresholds)
+    labels = rules.label_graph(1000.0, given["kernel_ns"], {"device_type": "cpu"}, thresholds=thresholds)
+    found = {}
+
+    def backend(gm, inputs):
+        patches = {"fallback_by_default": True}  # torch's own kernels: no C++ has to be compiled
+        if given["user"]:
+            patches["joint_custom_pre_pass"] = Users(given["user"])
+        device = torch.device("cpu")
+        context = PassContext(device=device, budget=parse_precision("fp32"), labels=tuple(labels))
+        passes = [Unrolled(), Scale(), Shift()] if given["every_kind"] else [Scale()]
+        parts = identity.key_parts(
+            gm,
+            inputs,
+            device=device,
+            deciding=options.deciding(),
+            patches=patches,
+            passes=passes,
+            session=False,
+            weights="",
+        )
+        dumper = Dumper(Path(given["dump"]), "g") if given["dump"] else None
+        bisection = bisect.of_process(given["bisect"], "g")
+        reports = Path(given["reports"])
+        build = Builder(gm, inputs, patches, context, reports, dumper=dumper, bisection=bisection).build(passes)
+        found["errors"], found["effective"] = build.errors, build.effective
+        found["key"], found["reports"] = plan_key(**parts), [report.to_json() for report in build.reports]
+        return build.fn
+
+    with torch.no_grad():
+        y = torch.compile(lambda x: torch.relu(x) + torch.sin(x), backend=backend)(torch.tensor(given["x"]))
+    found["y"] = y.tolist()
+    found["served"] = sum(
+        counters[group][name]
+        for group, name in (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
     )
-    dumper = Dumper(Path(given["dump"]), "g") if given["dump"] else None
-    bisection = bisect.of_process(given["bisect"], "g")
-    reports = Path(given["reports"])
-    build = Builder(gm, inputs, patches, context, reports, dumper=dumper, bisection=bisection).build(passes)
-    found["errors"], found["effective"] = build.errors, build.effective
-    found["key"], found["reports"] = plan_key(**parts), [report.to_json() for report in build.reports]
-    return build.fn
+    return found
 
 
-found = {}
-with torch.no_grad():
-    y = torch.compile(lambda x: torch.relu(x) + torch.sin(x), backend=backend)(torch.tensor(given["x"]))
-found["y"] = y.tolist()
-found["served"] = sum(
-    counters[group][name]
-    for group, name in (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
-)
-print(json.dumps(found))
+for line in sys.stdin:
+    child = os.fork()  # a process that has imported torch and fxopt, and nothing of the package's
+    if child == 0:
+        given = json.loads(line)
+        os.environ.update(given["environ"])
+        try:
+            answer = found_by(given)
+        except BaseException:
+            answer = {"raised": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        print(json.dumps({"raised": f"the process ended with status {status}"}), flush=True)
 """
 
 
@@ -165,19 +189,29 @@ class Processes:
         (self.package / "numbers.py").write_text("FACTOR = 2.0\n")
         (self.package / "scale.py").write_text(PASS)
         (root / "run.py").write_text(RUN)
+        self.start()
 
-    def run(self, *, log: Path | None = None, **asked: Any) -> dict[str, Any]:
-        ran = self.root / "ran"
-        ran.unlink(missing_ok=True)
+    def start(self) -> None:
+        """A new parent of the runs that follow: strings have other hashes in it."""
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(self.root / "site"), str(REPOSITORY)]),
             "PYTHONDONTWRITEBYTECODE": "1",  # a file written twice within a second has one time of change
             "TORCHINDUCTOR_CACHE_DIR": str(self.root / "inductor"),
-            "RAN": str(ran),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no threads, and so no harm in a fork
+            "RAN": str(self.root / "ran"),
         }
-        if log is not None:
-            environment["FXOPT_BISECT_LOG"] = str(log)
+        pipe = subprocess.PIPE
+        self.parent = subprocess.Popen(
+            [sys.executable, str(self.root / "run.py")], env=environment, stdin=pipe, stdout=pipe, text=True
+        )
+
+    def end(self) -> None:
+        self.parent.communicate()
+
+    def run(self, *, log: Path | None = None, **asked: Any) -> dict[str, Any]:
+        ran = self.root / "ran"
+        ran.unlink(missing_ok=True)
         given = {
             "x": X,
             "reports": str(self.root / "reports"),
@@ -187,12 +221,13 @@ class Processes:
             "every_kind": False,
             "dump": None,
             "bisect": None,
+            "environ": {"FXOPT_BISECT_LOG": str(log)} if log is not None else {},
             **asked,
         }
-        command = [sys.executable, str(self.root / "run.py"), json.dumps(given)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        self.parent.stdin.write(json.dumps(given) + "\n")
+        self.parent.stdin.flush()
+        found: dict[str, Any] = json.loads(self.parent.stdout.readline())
+        assert "raised" not in found, found["raised"]
         assert found["errors"] == []
         found["ran"] = ran.exists()
         return found
@@ -218,13 +253,18 @@ PLAIN = pytest.approx([x + math.sin(x) for x in X])
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    return Processes(tmp_path_factory.mktemp("shared"))
+    made = Processes(tmp_path_factory.mktemp("shared"))
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
 def first(processes):
-    """The first process, with a cold cache."""
-    return processes.run()
+    """The first process, with a cold cache. Those after it are no children of its parent."""
+    found = processes.run()
+    processes.end()
+    processes.start()
+    return found
 
 
 def test_the_first_process_runs_the_pass(first):

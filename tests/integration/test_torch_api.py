@@ -56,6 +56,20 @@ def test_a_copied_graph_keeps_its_static_inputs_and_shares_no_node():
     assert len(static) == 5
 
 
+def test_a_copied_graphs_code_is_generated_when_it_is_called_and_not_before():
+    def body(gm, inputs):
+        copied, made = dynamo.copy_graph(gm), []
+        again = copied.graph.python_code
+        copied.graph.python_code = lambda *args, **options: (made.append(1), again(*args, **options))[1]
+        copied.recompile()
+        assert made == []
+        (mine,), (its,) = copied(*inputs), gm(*inputs)
+        torch.testing.assert_close(mine, its)
+        return made
+
+    assert in_backend(Net().eval(), torch.randn(4, 16), body=body) == [1]
+
+
 def test_deepcopy_alone_would_lose_them():
     """The fact that copy_graph exists for; if this fails, torch keeps them by itself now."""
     import copy

@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from forced_passes import TORCHS_KERNELS, last, relative
+from forced_passes import TORCHS_KERNELS, always_faster, given_ceilings, last, relative
 from rich.console import Console
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxopt
-from fxopt import measure, registry
+from fxopt import registry
 from fxopt.labels import Axis
-from fxopt.registry import Candidate, GraphPass, PassContext, RuntimePass, Stage
+from fxopt.registry import Candidate, PassContext, RuntimePass, Stage
 from fxopt.report import terminal
 from fxopt.report.model import Report
+from fxopt.testing.stand_ins import DoubledNegation
 from fxopt.verify import Precision
 from profiler_core import roofline
 from profiler_core.collect import kineto
@@ -38,11 +39,9 @@ def _fresh(fresh_dynamo: None) -> None:
 @pytest.fixture(autouse=True)
 def _given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings and timing that are given: no test here is about how fast anything is. Every candidate is faster."""
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    made = roofline.Ceilings("given", 1e12, rates, "2026-01-01T00:00:00+00:00", {})
-    monkeypatch.setattr(roofline, "ceilings", lambda device, store: made)
+    given_ceilings(monkeypatch)
+    always_faster(monkeypatch)
     monkeypatch.setattr(roofline, "matrix_units", lambda device: {"bfloat16"})
-    monkeypatch.setattr(measure, "compare", lambda *args, **kwargs: measure.paired([(2e6, 1e6)] * 6, 0.01))
 
 
 class Perceptron(nn.Module):
@@ -106,35 +105,10 @@ def exact(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class DoubledNegation(GraphPass):
-    """Right to the last bit, and of no use: it stands for a pass that is kept."""
-
-    name: ClassVar[str] = "doubled_negation"
-    answers: ClassVar[frozenset[Axis]] = frozenset(Axis)
-    stage: ClassVar[Stage] = Stage.JOINT
-    precision: ClassVar[Precision] = Precision.FP32
-    gradients: ClassVar[bool] = True
-
-    def candidates(self, graph: fx.Graph, context: PassContext) -> Any:
-        yield from (Candidate(n.name) for n in graph.nodes if n.target in (aten.addmm.default, aten.mm.default))
-
-    def rewrite(self, graph: fx.Graph, node: fx.Node, context: PassContext) -> None:
-        users = list(node.users)
-        with graph.inserting_before(node.next):
-            new = graph.call_function(aten.neg.default, (graph.call_function(aten.neg.default, (node,)),))
-        for user in users:
-            user.replace_input_with(node, new)
-
-
-@dataclass(frozen=True)
-class WrongGradient(GraphPass):
+class WrongGradient(DoubledNegation):
     """Right in the forward, and wrong in the backward alone: gradients are a thousandth too large."""
 
     name: ClassVar[str] = "wrong_gradient"
-    answers: ClassVar[frozenset[Axis]] = frozenset(Axis)
-    stage: ClassVar[Stage] = Stage.JOINT
-    precision: ClassVar[Precision] = Precision.FP32
-    gradients: ClassVar[bool] = True
 
     def candidates(self, graph: fx.Graph, context: PassContext) -> Any:
         for node in graph.nodes:

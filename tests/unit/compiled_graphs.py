@@ -1,4 +1,4 @@
-"""Compiles small models as the tests of provenance and attribution need them."""
+"""Compiles small models as tests need them: to Dynamo's graph, or by Inductor with provenance."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ def compile_with_provenance(
         call = torch.compile(model, backend=backend)
         call(*inputs)
     return Compiled(call, seen["graph"], seen["gm"], seen["provenance"])
+
+
+def dynamo_graph(fn: Callable[..., Any], *inputs: Any) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """The graph that Dynamo hands to a backend, and what it takes: parameters and inputs."""
+    seen: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, arguments: Sequence[Any]) -> Any:
+        seen[:] = gm, list(arguments)
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(fn, backend=backend)(*inputs)
+    return seen[0], seen[1]
 
 
 class Mlp(nn.Module):

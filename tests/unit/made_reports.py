@@ -12,6 +12,7 @@ from fxopt.distributed import Agreement
 from fxopt.labels import Axis, Evidence, Label
 from fxopt.measure import PairedResult
 from fxopt.registry import PassReport
+from fxopt.report.comparison import Comparison
 from fxopt.report.model import CandidateReport, EagerModule, GraphReport, Report
 from fxopt.verify import Verdict
 from profiler_core.profiles import Profile
@@ -110,6 +111,18 @@ def graph(profile: Profile | None = None) -> GraphReport:
 
 def full() -> Report:
     return Report([graph()], ["a message of the whole"], [EagerModule("lstm", "LSTM", 1e6, 0.25)])
+
+
+def comparison() -> Comparison:
+    """Eager, Inductor, autocast and fxopt, where fxopt keeps a pass."""
+    times = {"eager": 6e6, "Inductor": 3e6, "autocast": 2.5e6, "fxopt": 2e6}
+    names = list(times)
+    results = {
+        (a, b): dataclasses.replace(paired(times[a] / times[b]), baseline_ns=times[a], candidate_ns=times[b])
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+    }
+    return Comparison(times, results, ["tf32_matmul"], "cuda:0", 1e-6, ["a note"])
 
 
 def hostile() -> Report:

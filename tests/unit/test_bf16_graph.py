@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_graphs import dynamo_graph
 from torch import nn
 
 import fxopt
@@ -36,16 +37,9 @@ ALONE = (Bf16Graph(),)
 
 
 def built(fn, *inputs: Any, passes=ALONE, mutated: frozenset[int] = frozenset()) -> tuple[Any, list[Any]]:
-    seen: list[Any] = []
-
-    def backend(gm, arguments):
-        seen[:] = gm, list(arguments)
-        return gm.forward
-
     torch._dynamo.reset()
+    gm, arguments = dynamo_graph(fn, *inputs)
     with torch.no_grad():
-        torch.compile(fn, backend=backend)(*inputs)
-        gm, arguments = seen
         context = testing.context(Bf16Graph(), static=dynamo.static_inputs(gm, arguments), mutated=mutated)
         return Builder(gm, arguments, {}, context).build(order(passes)), arguments
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from compiled_graphs import dynamo_graph
 from torch import fx
 
 from fxopt import testing
@@ -78,15 +79,8 @@ class Doubling(RuntimePass):
 
 @pytest.fixture
 def builder(fresh_dynamo) -> Builder:
-    seen: list[Any] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        seen[:] = gm, list(inputs)
-        return gm.forward
-
-    torch.compile(lambda x: torch.relu(x) + 1, backend=backend)(torch.randn(4))
-    context = testing.context(ReluToClamp())
-    return Builder(seen[0], seen[1], {}, context, record=True)
+    gm, inputs = dynamo_graph(lambda x: torch.relu(x) + 1, torch.randn(4))
+    return Builder(gm, inputs, {}, testing.context(ReluToClamp()), record=True)
 
 
 def test_a_pass_with_no_candidate_is_known_to_be_idle_without_compiling(builder, monkeypatch):

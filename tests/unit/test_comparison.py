@@ -262,7 +262,8 @@ def test_the_measured_code_is_named_by_commit_and_digest() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_measures_once_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tune_jobs", [0, 2])
+def test_the_command_measures_once_and_resumes(tmp_path: Path, tune_jobs: int) -> None:
     path = tmp_path / "comparison.json"
     command = [sys.executable, "-m", "case_studies.compare", "mlp", "--small", "--device", "cpu", "--resume"]
     command += [
@@ -280,6 +281,8 @@ def test_the_command_measures_once_and_resumes(tmp_path: Path) -> None:
         "0.5",
         "--tuning-limit",
         "20",
+        "--tune-jobs",
+        str(tune_jobs),
         "--json",
         str(path),
     ]
@@ -296,5 +299,10 @@ def test_the_command_measures_once_and_resumes(tmp_path: Path) -> None:
     assert "| mlp | fp32 | fxopt |" in first.stdout
     environment = json.loads((tmp_path / "comparison_environment.json").read_text())
     assert environment["environment"]["device_type"] == "cpu" and set(environment["workloads"]) == {"mlp"}
-    reports = json.loads((tmp_path / "comparison_evidence" / "mlp.json").read_text())["reports"]
-    assert set(reports) == {"fxopt fp32"}
+    evidence = json.loads((tmp_path / "comparison_evidence" / "mlp.json").read_text())
+    assert set(evidence["reports"]) == {"fxopt fp32"}
+    (graph,) = evidence["reports"]["fxopt fp32"]["graphs"]
+    assert graph["source"] == ("plan" if tune_jobs else "tuned")
+    if tune_jobs:
+        (tuned,) = evidence["tuned"]["fxopt fp32"]["report"]["graphs"]
+        assert (tuned["source"], tuned["key"], tuned["passes"]) == ("tuned", graph["key"], graph["passes"])

@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch._inductor import config
 
 from fxopt import testing
+from fxopt.precision import FP32_FLOOR
 from fxopt.torch_api import inductor
-from fxopt.verify import FP32_FLOOR
 from passes.freeze_weights import FreezeWeights
 
 aten = torch.ops.aten

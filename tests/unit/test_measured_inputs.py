@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxopt.options import Options
-from fxopt.tuner import Tuner
+from fxopt.calls import Calls
 
 
-def _tuner(tmp_path: Path, fn: Any, *inputs: Any) -> Tuner:
-    made: list[Tuner] = []
+def _calls(fn: Any, *inputs: Any) -> Calls:
+    """The calls of a graph that writes to its integers."""
+    made: list[Calls] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        made.append(Tuner(gm, example_inputs, Options(plan_dir=tmp_path, verify_inputs=2), {}))
+        written = frozenset(i for i, value in enumerate(example_inputs) if value.dtype == torch.long)
+        cpu = torch.device("cpu")
+        own = [value.clone() for value in example_inputs]  # the call goes on when this returns
+        made.append(Calls(gm, own, static=frozenset(), mutated=written, wanted=(), device=cpu, count=2))
         return gm.forward
 
     torch.compile(fn, backend=backend)(*inputs)
     return made[0]
 
 
-def _count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+def _count(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     counter.add_(1)
     return x[counter]
 
 
-def test_no_set_shares_memory_with_what_the_graph_writes_to(tmp_path: Path, fresh_dynamo: None) -> None:
-    tuner = _tuner(tmp_path, _count, torch.randn(9), torch.zeros(2, dtype=torch.long))
-    (counter,) = (i for i, value in enumerate(tuner.real) if value.dtype == torch.long)
-    tuner._share(frozenset({counter}))
-    addresses = [inputs[counter].data_ptr() for inputs in (tuner.real, *tuner._input_sets())]
-    assert len(set(addresses)) == len(addresses)
+def test_no_set_shares_memory_with_what_the_graph_writes_to(fresh_dynamo: None) -> None:
+    calls = _calls(_count, torch.zeros(2, dtype=torch.long), torch.randn(9))
+    addresses = [inputs[0].data_ptr() for inputs in (calls.real, *calls.input_sets(calls.gm))]
+    assert len(addresses) == 4 == len(set(addresses))
 
 
-def test_every_set_starts_from_the_callers_state_again(tmp_path: Path, fresh_dynamo: None) -> None:
-    tuner = _tuner(tmp_path, _count, torch.randn(9), torch.zeros(2, dtype=torch.long))
-    (counter,) = (i for i, value in enumerate(tuner.real) if value.dtype == torch.long)
-    tuner._share(frozenset({counter}))
-    before = tuner.real[counter].clone()
-    sets = tuner._input_sets()
+def test_every_set_starts_from_the_callers_state_again(fresh_dynamo: None) -> None:
+    calls = _calls(_count, torch.zeros(2, dtype=torch.long), torch.randn(9))
+    before = calls.real[0].clone()
+    sets = calls.input_sets(calls.gm)
     for inputs in sets:
-        tuner.gm(*inputs)
-    with tuner._running():
-        assert all(torch.equal(inputs[counter], before) for inputs in sets)
-    assert torch.equal(tuner.real[counter], before)
+        calls.gm(*inputs)
+        assert not torch.equal(inputs[0], before)
+    with calls.running():
+        assert all(torch.equal(inputs[0], before) for inputs in sets)
+    assert torch.equal(calls.real[0], before)

@@ -149,9 +149,11 @@ def test_a_graph_whose_time_was_up_before_a_rewrite_is_not_said_to_have_none() -
     graph = made_reports.graph()
     graph.decision, graph.ratio, graph.source, graph.candidates = "baseline", None, "tuned", []
     graph.out_of_reach = ["freeze_weights: weights may change between calls"]
-    assert words.summary(graph.profile, graph.labels, graph)["detail"] == "No rewrite applies here."
+    assert words.summary(graph.profile, graph.labels, graph)["detail"].startswith("No rewrite applies here.")
     graph.out_of_reach.append("causal_mask: not tried, the time limit of 30 s is spent")
-    assert "time limit was spent" in words.summary(graph.profile, graph.labels, graph)["detail"]
+    told = words.summary(graph.profile, graph.labels, graph)
+    assert "time limit of 30 s was spent before anything was tried" in told["alerts"][0]
+    assert "No rewrite" not in told["detail"]
 
 
 def test_where_the_time_goes_adds_up() -> None:

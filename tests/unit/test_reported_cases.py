@@ -297,7 +297,7 @@ def test_an_lstm_that_torch_compile_leaves_alone_is_one_opaque_node(tmp_path: Pa
             model, x, iterations=2, warmup=1, counters="none", clocks="off", store=tmp_path / "provenance"
         )
     assert profile.launches == ()  # no graph
-    lstm = profile.nodes.set_index("node").loc["aten::lstm"]
+    lstm = profile.nodes.set_index("target").loc["aten::lstm"]
     assert (lstm["kind"], lstm["opaque"], lstm["kernels"]) == ("operator", True, 1)
     mine = profile.kernels[profile.kernels["name"] == "aten::lstm"]
     assert lstm["window_ns"] == int(mine["duration_ns"].sum()) > 0

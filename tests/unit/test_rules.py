@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from made_profiles import empty
 
-from fxopt import fingerprints, rules
+from fxopt import fingerprints, identity
 from fxopt.labels import Axis, Label
 from fxopt.metrics import DERIVED
 from fxopt.rule_table import RULES
@@ -539,8 +540,21 @@ def test_the_sentences_of_labels_are_filled_in_and_labels_survive_json() -> None
     assert len({item.axis for item in report.labels}) >= 9
     for item in report.labels:
         assert item.why.endswith(".") and "{" not in item.why
+        assert not re.search(r"(?<![\d.])\d{4,} |e\+\d", item.why), item.why  # raw ns, bytes or FLOPs
         assert item.reference
         assert Label.from_json(json.loads(json.dumps(item.to_json()))) == item
+
+
+def test_times_and_sizes_come_into_sentences_with_their_units() -> None:
+    launch = found(label(profile(group(10_000, 10, 9_000), wall_ns=1e6), GPU), Axis.LAUNCH_BOUND)
+    assert "Kernels run for 10.0 us of the 1.00 ms that a call takes" in launch.why
+    assert {item.metric: (item.value, item.unit) for item in launch.evidence}["wall_ns"] == (1e6, "ns")
+    units = {item.name: item.unit for item in DERIVED} | {"time_ns": "ns", "bytes": "byte", "flops": "FLOP"}
+    units |= {"wall_ns": "ns", "kernel_ns": "ns"}
+    for rule in RULES:
+        for _, name, form, _ in string.Formatter().parse(rule.why):
+            if units.get(name or "") in ("ns", "byte", "byte/s", "FLOP", "FLOP/s"):
+                assert form == "", f"{rule.name}: {name} is spelled by quantity"
 
 
 def known(names: tuple[str, ...]) -> set[str]:
@@ -583,9 +597,9 @@ def test_the_description_shows_thresholds_as_they_are_then() -> None:
 def test_an_edited_rule_is_another_set_of_rules(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fxopt import rule_table
 
-    before = rules.fingerprint()
+    before = identity.rules_digest()
     edited = tmp_path / "rule_table.py"
     edited.write_bytes(Path(rule_table.__file__).read_bytes().replace(b"60.0", b"61.0"))
     monkeypatch.setattr(rule_table, "__file__", str(edited))
     monkeypatch.setattr(fingerprints, "_texts", {})  # as in the next process
-    assert rules.fingerprint() != before
+    assert identity.rules_digest() != before

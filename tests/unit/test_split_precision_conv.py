@@ -11,14 +11,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_graphs import dynamo_graph
 from torch import nn
 
 from fxopt import testing
 from fxopt.manager import SlotPass
+from fxopt.precision import FP32_FLOOR, Precision
 from fxopt.registry import Stage
 from fxopt.torch_api import inductor
 from fxopt.torch_api.inductor import lowers
-from fxopt.verify import FP32_FLOOR, Precision
 from passes import split_precision_conv
 from passes.kernels import launch
 from passes.split_precision_conv import SplitPrecisionConv, split_rows
@@ -203,18 +204,6 @@ class Two(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(F.silu(self.first(x))).relu()
-
-
-def dynamo_graph(model: nn.Module, x: torch.Tensor) -> tuple[torch.fx.GraphModule, list[Any]]:
-    seen: list[Any] = []
-
-    def backend(gm, inputs):
-        seen[:] = gm, list(inputs)
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(x)
-    return seen[0], seen[1]
 
 
 def test_inductor_keeps_the_low_planes_and_folds_the_weights_split(fresh_dynamo):

@@ -12,14 +12,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_graphs import dynamo_graph
 from torch import fx, nn
 
 from fxopt import testing, verify
 from fxopt.manager import SlotPass
+from fxopt.precision import FP32_FLOOR, Precision, parse_precision
 from fxopt.registry import Stage, discover
 from fxopt.torch_api import inductor
 from fxopt.torch_api.inductor import lowers
-from fxopt.verify import FP32_FLOOR, Precision, parse_precision
 from passes import split_products
 from passes.kernels import launch
 from passes.split_precision_gemm import SplitPrecisionGemm
@@ -321,15 +322,7 @@ class Two(nn.Module):
 
 def compiled(p: SplitPrecisionGemm, model: nn.Module, x: torch.Tensor, freeze: bool) -> tuple[Any, Any, Any, Any]:
     """(compiled graph, Dynamo's graph, its inputs, report) of a model compiled with `p` in Inductor's slot."""
-    seen: list[Any] = []
-
-    def backend(gm, inputs):
-        seen[:] = gm, list(inputs)
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(x)
-    gm, inputs = seen
+    gm, inputs = dynamo_graph(model, x)
     graph = testing.capture(model, x)
     labels = testing.labels(graph, "tensor_core_idle", nodes=[node.name for node in calls(graph, *PRODUCTS)])
     slot = SlotPass([p], testing.context(p, labels=labels), Stage.JOINT)

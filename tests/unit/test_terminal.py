@@ -66,6 +66,7 @@ def a_profile(**changes: Any) -> SimpleNamespace:
     frame = pd.DataFrame(nodes).assign(estimate=False)
     values: dict[str, Any] = dict(
         attributed_share=0.95, kernel_ns=100_000.0, wall_ns=120_000.0, iterations=5, unattributed_ns=25_000,
+        total_ns=500_000,
         nodes=frame,
         groups=lambda: pd.DataFrame([{**base, **row} for row in groups]),
         unattributed=lambda: pd.DataFrame([dict(name=LONG, duration_ns=25_000)]),
@@ -150,8 +151,8 @@ def test_a_duration_has_three_digits_and_the_unit_that_suits_it(ns: float | None
 
 def test_seconds_become_minutes_only_when_they_are_many() -> None:
     assert [terminal.seconds(value) for value in (0.44, 47.2, 200.0, None)] == [
-        "0.4 s",
-        "47 s",
+        "440 ms",
+        "47.2 s",
         "3 min 20 s",
         "-",
     ]
@@ -199,19 +200,20 @@ def test_names_that_look_like_markup_print_as_they_are() -> None:
 def test_the_decision_its_times_and_its_evidence_are_stated() -> None:
     text = words_of(Report([a_graph()]))
     assert "kept freeze_weights" in text
-    assert "Wall a call: 83.0 ms (baseline 120 ms), kernel sum 70.0 ms (baseline 100 ms)" in text
+    assert "Wall a call: 83.0 ms (baseline 120 ms), both timed in turns" in text
+    assert "Kernels a call: 70.0 ms (baseline 100 ms), " in text
     assert "1.45x the baseline's speed (95 % interval 1.42 to 1.48, 30 pairs, noise 1.2 %)" in text
     assert "relative L2 error 1.1e-06 against fp64 (baseline 1.0e-06, limit 4.0e-06)" in text
     assert "The weights are folded into the code" in text
     assert "holds 1.50 GiB more memory" in text
     assert "after 1,234 calls" in text
-    assert "baseline compile 47 s, measuring 3.0 s; 50 s together" in text
+    assert "baseline compile 47.2 s, measuring 3.00 s; 50.2 s together" in text
     assert "cuda_graphs: no CUDA device" in text
 
 
 def test_the_gap_to_the_floor_is_told_before_and_after() -> None:
     graph = a_graph(floor_ns=20e6, floor_flops=8.7e10, floor_bytes=3 * 2**29)
-    says = "Floor by the roofline: 20.0 ms a call (87 GFLOP, 1.50 GiB); gap to the floor: 5.00x before, 3.50x after."
+    says = "Floor by the roofline: 20.0 ms a call (87.0 GFLOP, 1.61 GB); gap to the floor: 5.00x before, 3.50x after."
     assert says in words_of(Report([graph]))
     assert "Floor" not in words_of(Report([a_graph()]))
 

@@ -146,7 +146,7 @@ def test_an_explanation_shows_the_line_the_kernels_the_limits_and_what_to_do() -
         "mm: aten.mm.default Node of graph 0/0: 900 ns a call, 88.0% of the kernel time, the longest of 3 nodes."
         in told
     )
-    assert "its kernels reach 0.002 TFLOP/s (0.0005 % of the fastest products measured) and 1 GB/s" in told
+    assert "its kernels reach 2.00 GFLOP/s (0.0005 % of the fastest products measured) and 1.00 GB/s" in told
     assert "900 ns 1 gemm 2x1x1 of 128, 32 registers" in told
     assert "tensor_core_idle: could save up to 500 ns a call, confidence high" in told
     assert "launch_bound: the whole graph: could save up to 200 ns" in told

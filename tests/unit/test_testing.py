@@ -194,6 +194,7 @@ def test_a_capture_is_what_a_pass_sees_in_a_compilation():
     class Recorder(inductor.CustomGraphPass):
         def __call__(self, graph):
             seen.append([(str(n.target), str(n.meta.get("val"))) for n in graph.nodes if n.op == "call_function"])
+            raise RuntimeError("that was it")  # nothing more needs to be compiled
 
         def uuid(self):
             return None
@@ -204,7 +205,8 @@ def test_a_capture_is_what_a_pass_sees_in_a_compilation():
     given = torch.randn(4, 4), torch.randn(4, 4)
     for stage, slot in inductor.SLOTS.items():
         torch._dynamo.reset()
-        with torch.no_grad(), torch._inductor.config.patch({slot: Recorder(), "force_disable_caches": True}):
+        patched = torch._inductor.config.patch({slot: Recorder(), "force_disable_caches": True})
+        with torch.no_grad(), patched, pytest.raises(Exception, match="that was it"):
             torch.compile(fn)(*given)
         captured = testing.capture(fn, *given, stage=stage)
         mine = [(str(n.target), str(n.meta.get("val"))) for n in captured.graph.nodes if n.op == "call_function"]

@@ -57,7 +57,8 @@ def test_a_pass_of_a_class_that_was_not_asked_for_is_out_of_reach_with_the_headr
     found = proposals(make("a", precision=Precision.BF16))
     assert found.answering([MEMORY]) == []
     assert found.report.out_of_reach == [
-        "a: needs precision='bf16', and 'fp32' was asked for; it would answer memory_bound on 1 nodes (headroom 5 us)"
+        "a: needs precision='bf16', and 'fp32' was asked for; it would answer memory_bound on 1 nodes "
+        "(headroom 5.00 us)"
     ]
 
 
@@ -68,7 +69,7 @@ def test_what_shortens_calls_alone_is_no_proposal_where_kernels_decide():
     assert [p.name for p in found.answering([launches])] == ["b"]
     assert found.report.out_of_reach == [
         "a: it shortens calls and no kernel, and objective='kernel' asks for shorter kernels; "
-        "it would answer launch_bound on 1 nodes (headroom 9 us)"
+        "it would answer launch_bound on 1 nodes (headroom 9.00 us)"
     ]
 
 

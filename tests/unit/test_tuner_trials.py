@@ -15,10 +15,10 @@ import torch
 from fxopt import measure, memory, trials, verify
 from fxopt.measure import PairedResult
 from fxopt.options import resolve_options
-from fxopt.registry import GraphPass, PassReport, RuntimePass, Stage
+from fxopt.registry import GraphPass, PassReport, RuntimePass, Stage, spelled
 from fxopt.report.model import GraphReport, to_plain
 from fxopt.search import Proposal, Step
-from fxopt.trials import Trials, spelled
+from fxopt.trials import Trials
 from fxopt.verify import parse_precision
 
 

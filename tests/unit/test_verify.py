@@ -8,16 +8,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxopt.verify import (
-    FP32_FLOOR,
-    Budget,
-    Precision,
-    clone_inputs,
-    fresh_inputs,
-    parse_precision,
-    storage_groups,
-    verify,
-)
+from fxopt.fresh import fresh_inputs
+from fxopt.precision import FP32_FLOOR, Budget, Precision, parse_precision
+from fxopt.reference import clone_inputs, storage_groups
+from fxopt.verify import verify
 
 FP32, TF32, BF16 = map(parse_precision, ("fp32", "tf32", "bf16"))
 

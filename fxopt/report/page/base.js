@@ -11,9 +11,15 @@ function el(name, attributes, ...children) {
     else if (value === true) node.setAttribute(key, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
+  const held = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== "");
+  const verbatim = name === "bdi" || name === "code"; // somebody's names and lines of source
+  node.append(...held.map((child) => (typeof child === "string" && !verbatim ? glued(child) : child)));
   return node;
 }
+
+// A number and its unit stay on one line: profiler_core.quantities.glued, in the page.
+const NUMBER_AND_UNIT = /(?<=\d) (?=(?:[num]?s|min|h|%|(?:[kMGTP]i?)?B(?:\/s)?|[kMGTP]?FLOP(?:\/s|\/byte)?|bytes?(?:\/s)?|bits?|[kMG]Hz)(?![\w/]))/g;
+const glued = (text) => text.replace(NUMBER_AND_UNIT, "\u00a0");
 
 function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
@@ -36,17 +42,19 @@ function digits(value) {
   return size >= 99.95 ? value.toFixed(0) : size >= 9.995 ? value.toFixed(1) : value.toFixed(2);
 }
 
+// As profiler_core.quantities.duration.
 function duration(ns) {
   if (ns === null || ns === undefined || Number.isNaN(ns)) return "–";
-  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]])
+  if (Math.abs(ns) >= 119.5e9) {
+    const whole = Math.round(ns / 1e9);
+    return `${Math.trunc(whole / 60)} min ${Math.abs(whole) % 60} s`;
+  }
+  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["us", 1e3]])
     if (Math.abs(ns) >= size * 0.9995) return `${digits(ns / size)} ${unit}`;
   return `${Math.round(ns)} ns`;
 }
 
-function seconds(value) {
-  return value < 9.95 ? `${value.toFixed(1)} s` : value < 120 ? `${Math.round(value)} s`
-    : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-}
+const seconds = (value) => duration(1e9 * value);
 
 function percent(share) {
   if (share === null || share === undefined || Number.isNaN(share)) return "–";
@@ -83,6 +91,9 @@ function named(text, most = 90) {
   const shown = shorten(text, most);
   return el("bdi", { dir: "auto", title: shown === text ? null : shorten(text, 1500) }, shown);
 }
+
+// A sentence that somebody's names may be in.
+const said = (text, most) => named(glued(text), most);
 
 const fullName = (text) => el("code", { class: "full", tabindex: text.length > 400 ? "0" : null }, el("bdi", { dir: "auto" }, text));
 const missing = (why = "not measured") => el("span", { class: "missing" }, why);

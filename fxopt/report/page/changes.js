@@ -5,23 +5,26 @@ const interval = (paired) => (paired ? `${paired.low.toFixed(2)} to ${paired.hig
 
 function comparedSection(graph) {
   const r = graph.report;
-  if (!r || (!r.ratio && !r.ablation.length)) return null;
+  const compared = DATA.comparison ? DATA.comparison.results : [];
+  if (!r || (!r.ratio && !r.ablation.length && !compared.length)) return null;
   const rows = [], table = [];
   const add = (name, paired, kept) => {
     if (!paired) return;
     rows.push({ name, ...paired, kept });
     table.push([name, sourced(times(paired), "measured"), interval(paired), duration(paired.baseline_ns), duration(paired.candidate_ns), paired.pairs, `${(100 * paired.noise).toFixed(1)} %`]);
   };
+  for (const pair of compared) add(`${pair.before} against ${pair.after}, the whole work`, pair, pair.after === "fxopt");
   add("all that was kept, wall time", r.ratio, true);
   add("all that was kept, kernel time", r.kernel_ratio, true);
   for (const row of r.ablation) {
     add(`${row.name} alone`, row.alone && row.alone.wall, false);
-    add(`${row.name}: with it over without it`, row.removed && row.removed.wall, true);
+    add(`${row.name} in the set`, row.removed && row.removed.wall, true);
   }
   const plot = intervalPlot("Ratios with their 95 % intervals", rows, "times as fast");
   const why = r.ablation.filter((row) => row.reason);
-  return section("compared", "Baseline and ablation", "How much faster, each time both codes side by side in the same process. Gains do not add up, so every row is a measurement of its own. “Alone” is a pass over the baseline; “with over without” is what the kept code loses without it.",
+  return section("compared", "Baseline and ablation", "How much faster, each time both codes side by side in the same process. Gains do not add up, so every row is a measurement of its own. “Alone” is a pass over the baseline; “in the set” is all that was kept over the same without the pass.",
     plot.element, simpleTable("", ["what", "ratio", "95 % interval", "before", "after", "pairs", "noise"], table, [1, 2, 3, 4, 5, 6]),
+    compared.length ? null : el("p", { class: "soft small" }, "Inductor is torch.compile's own code. Eager mode was not timed; fxopt bench PROGRAM does that."),
     r.ablation.length ? null : el("p", { class: "soft small" }, "What each pass is worth by itself was not measured; the option ablate=True does that."),
     why.length ? el("details", { class: "box" }, el("summary", null, `Why ${count(why.length, "pass", "passes")} ${why.length === 1 ? "is" : "are"} not in it`), facts(why.map((row) => [row.name, `${row.outcome}: ${row.reason}`]))) : null);
 }
@@ -40,7 +43,7 @@ function changesSection(graph) {
       { title: "ratio", number: true, help: "wall time of the best code so far over this one's", value: (i) => c[i].paired && c[i].paired.ratio, show: (i) => times(c[i].paired) },
       { title: "95 % interval", css: "optional", number: true, show: (i) => interval(c[i].paired) },
       { title: "error", css: "optional", number: true, value: (i) => c[i].verdict && c[i].verdict.rel_l2, show: (i) => (c[i].verdict ? scientific(c[i].verdict.rel_l2) : "–") },
-      { title: "why", css: "optional", show: (i) => named(c[i].reason, 110) },
+      { title: "why", css: "optional", show: (i) => said(c[i].reason, 110) },
     ],
   }) : null;
   if (table) { table.sort.down = false; table.update(); }

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fxopt.report.page.data import Texts, columns, number
-from fxopt.report.page.words import KINDS, duration
+from fxopt.report.page.words import KINDS
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     import pandas as pd

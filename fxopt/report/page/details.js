@@ -17,7 +17,7 @@ function labelBlock(label, withPlace = false) {
     el("p", null, label.why),
     axis && axis.answer ? el("p", { class: "soft small" }, `What answers it: ${axis.answer}.`) : null,
     label.next ? el("p", { class: "soft small" }, `Next: ${label.next}`) : null,
-    el("ul", { class: "evidence" }, label.evidence.map((item) => el("li", null, el("span", { class: "soft" }, `${item.metric} `),
+    el("ul", { class: "evidence" }, label.evidence.map((item) => el("li", null, el("span", { class: "soft" }, `${item.metric.replace(/_ns$/, "")} `),
       sourced(quantity(item.value, item.unit), item.source), item.threshold === null ? null : el("span", { class: "soft" }, ` held against ${quantity(item.threshold, item.unit)}`)))),
     label.reference ? el("p", { class: "soft small" }, `Rule: ${label.reference}`) : null);
 }

@@ -8,11 +8,11 @@ function changeTable(table, name, title, heads) {
   return new Table({
     name, rows, sort: heads.length + 2, size: 20, text: (i) => heads.map(([, get]) => get(i)).join(" "),
     columns: [
-      ...heads.map(([head, get, most = 60], at) => ({ title: head, css: at ? "optional" : "wide", value: get, show: (i) => named(get(i) || "(none)", most) })),
+      ...heads.map(([head, get, most = 60], at) => ({ title: head, css: !at ? "wide" : at === 1 && heads.length > 2 ? "optional least" : "optional", value: get, show: (i) => named(get(i) || "(none)", most) })),
       { title: "before", number: true, css: "optional", value: (i) => table.before_ns[i], show: (i) => duration(table.before_ns[i]) },
       { title: "after", number: true, css: "optional", value: (i) => table.after_ns[i], show: (i) => duration(table.after_ns[i]) },
       { title: "change", number: true, value: (i) => Math.abs(table.change_ns[i]), show: change },
-      { title: "", css: "optional strip", show: (i) => meter(Math.abs(table.change_ns[i]) / most) },
+      { title: "", css: "optional least strip", show: (i) => meter(Math.abs(table.change_ns[i]) / most) },
     ],
   }).element;
 }

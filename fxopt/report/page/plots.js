@@ -28,6 +28,9 @@ function loadPlotly(source) {
   plotly = window.Plotly;
 }
 
+// Pixels above a drawing: plotly lays its toolbar over whatever is there.
+const TOOLBAR = 36;
+
 function layoutOf(extra) {
   const axis = { gridcolor: color("line"), linecolor: color("line"), zerolinecolor: color("line"), tickfont: { size: 12 }, automargin: true };
   const { xaxis, yaxis, ...rest } = extra;
@@ -35,8 +38,8 @@ function layoutOf(extra) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: "system-ui, sans-serif", size: 13, color: color("text") },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("text") },
-    margin: { l: 60, r: 16, t: 10, b: 50 }, hovermode: "closest", dragmode: "zoom", autosize: true, hoverlabel: { namelength: 0 },
-    legend: legend((rest.height || 500) - 60),
+    margin: { l: 60, r: 16, t: TOOLBAR, b: 50 }, hovermode: "closest", dragmode: "zoom", autosize: true, hoverlabel: { namelength: 0 },
+    legend: legend((rest.height || 500) - TOOLBAR - 50),
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
   };
 }
@@ -161,7 +164,7 @@ function rooflinePlot(graph, state) {
     const xs = points.map((p) => p.x), ys = points.map((p) => p.y);
     const roof = roofs(graph.ceilings, xs, ys);
     return {
-      traces: [...roof.traces, ...traces],
+      traces: [...roof.traces, ...traces, ...roof.words],
       layout: {
         xaxis: { type: "log", title: { text: `FLOP per byte of device memory (${state.traffic})` }, range: roof.x, dtick: 1, exponentformat: "power" },
         yaxis: { type: "log", title: { text: "FLOP/s reached" }, range: roof.y, exponentformat: "SI", dtick: 1 },
@@ -169,7 +172,7 @@ function rooflinePlot(graph, state) {
     };
   };
   return new Plot({
-    label: "Roofline: rate of arithmetic over FLOP per byte of each launch; the table of FX nodes holds the same numbers", height: 520, build,
+    label: "Roofline: rate of arithmetic over FLOP per byte of each launch; the table of FX nodes holds the same numbers", height: 546, build,
     hover: (point) => {
       if (point.customdata === undefined) return null;
       const i = point.customdata;
@@ -184,7 +187,7 @@ function roofs(ceilings, xs, ys) {
   const log = Math.log10, limit = (values, to) => (values.length ? to(...values) : 1);
   let [x0, x1] = [log(limit(xs, Math.min)) - 0.4, log(limit(xs, Math.max)) + 0.4];
   let [y0, y1] = [log(limit(ys, Math.min)) - 0.4, log(limit(ys, Math.max)) + 0.4];
-  if (!ceilings) return { traces: [], x: [x0, x1], y: [y0, y1] };
+  if (!ceilings) return { traces: [], words: [], x: [x0, x1], y: [y0, y1] };
   const copy = ceilings.copy_bytes_per_s, rates = Object.entries(ceilings.flops_per_s).sort((a, b) => b[1] - a[1]);
   const top = rates.length ? rates[0][1] : copy * 10 ** x1;
   x1 = Math.max(x1, log(top / copy) + 0.5);
@@ -192,17 +195,17 @@ function roofs(ceilings, xs, ys) {
   y1 = Math.max(y1, log(top) + 0.25);
   const line = (x, y, dash) => ({ type: "scatter", mode: "lines", x, y, line: { color: color("soft"), width: 1.5, dash }, hoverinfo: "skip", showlegend: false });
   const word = (x, y, text, position) => ({ type: "scatter", mode: "text", x: [x], y: [y], text: [text], textposition: position, textfont: { size: 12, color: color("soft") }, hoverinfo: "skip", showlegend: false });
-  const traces = [line([10 ** x0, top / copy], [copy * 10 ** x0, top], "solid")];
+  const traces = [line([10 ** x0, top / copy], [copy * 10 ** x0, top], "solid")], words = [];
   const low = Math.max(x0, y0 - log(copy)) + 0.12;
-  traces.push(word(10 ** low, copy * 10 ** low, `copy ${prefixed(copy, "B/s")}`, "bottom right"));
+  words.push(word(10 ** low, copy * 10 ** low, `copy ${prefixed(copy, "B/s")}`, "bottom right"));
   let last = Infinity;
   for (const [type, rate] of rates) {
     const close = log(last) - log(rate) < 0.07; // two names would stand on each other
     traces.push(line([rate / copy, 10 ** x1], [rate, rate], type === "float32" ? "solid" : "dash"));
-    traces.push(word(10 ** x1, close ? rate / 1.04 : rate * 1.04, `${plotText(TYPES[type] || type)} ${prefixed(rate, "FLOP/s")}`, close ? "bottom left" : "top left"));
+    words.push(word(10 ** x1, close ? rate / 1.04 : rate * 1.04, `${plotText(TYPES[type] || type)} ${prefixed(rate, "FLOP/s")}`, close ? "bottom left" : "top left"));
     last = close ? last : rate;
   }
-  return { traces, x: [x0, x1], y: [Math.min(y0, y1 - 3), y1] };
+  return { traces, words, x: [x0, x1], y: [Math.min(y0, y1 - 3), y1] };
 }
 
 // ---- timeline ----
@@ -283,14 +286,14 @@ function timelinePlot(graph, state) {
     return {
       traces,
       layout: {
-        barmode: "overlay", bargap: 0, height: 150 + 42 * lanes.length + (narrow ? 20 * byWork.size : 0),
+        barmode: "overlay", bargap: 0, height: 176 + 42 * lanes.length + (narrow ? 20 * byWork.size : 0),
         xaxis: { range: [from, to], tickvals: ticks, ticktext: ticks.map(duration), title: { text: narrow ? "" : "time since the first kernel shown" } },
         yaxis: { fixedrange: true, autorange: "reversed", type: "category" }, legend: legend(90 + 42 * lanes.length),
       },
     };
   };
   const plot = new Plot({
-    label: "Timeline of kernels on each stream; the table below it holds busy time and gaps", height: 260, build,
+    label: "Timeline of kernels on each stream; the table below it holds busy time and gaps", height: 286, build,
     hover: (point) => {
       const bar = last && last[point.customdata];
       if (!bar) return null;
@@ -332,9 +335,9 @@ function ticksOf(from, to, most) {
 
 // rows: {name, ratio, low, high, kept}; above 1 is faster.
 function intervalPlot(label, rows, axis) {
-  const names = rows.map((row, i) => `${plotText(row.name, 44)}${"\u200b".repeat(i)}`); // equal names are rows of their own
+  const names = rows.map((row, i) => `${plotText(row.name, 48)}${"\u200b".repeat(i)}`); // equal names are rows of their own
   return new Plot({
-    label: `${label}; the table below holds the same numbers`, height: 110 + 30 * rows.length,
+    label: `${label}; the table below holds the same numbers`, height: 136 + 30 * rows.length,
     build: () => ({
       traces: [{
         type: "scatter", mode: "markers", y: names, x: rows.map((row) => row.ratio), customdata: rows.map((_, i) => i), hoverinfo: "none", showlegend: false,

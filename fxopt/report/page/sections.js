@@ -11,8 +11,8 @@ function section(id, title, intro, ...content) {
 
 function summarySection(graph) {
   const { headline, detail, answers } = graph.summary;
-  const item = (row) => el("li", null, el("span", null, named(row.text, 140)), el("span", { class: "value" }, row.source ? sourced(row.value, row.source) : row.value),
-    row.share !== null ? meter(row.share) : null, row.note ? el("span", { class: "note" }, named(row.note, 260)) : null);
+  const item = (row) => el("li", null, el("span", null, said(row.text, 140)), el("span", { class: "value" }, row.source ? sourced(row.value, row.source) : row.value),
+    row.share !== null ? meter(row.share) : null, row.note ? el("span", { class: "note" }, said(row.note, 260)) : null);
   return el("section", { id: "summary", "aria-label": "Summary" },
     el("p", { class: "headline" }, headline), el("p", { class: "soft" }, detail),
     alerts(graph),
@@ -23,11 +23,11 @@ function summarySection(graph) {
 }
 
 function alerts(graph) {
-  const found = [...DATA.messages, ...(graph.report ? graph.report.messages : [])];
+  const found = [...(graph.summary.alerts || []), ...DATA.messages, ...(graph.report ? graph.report.messages : [])];
   if (graph.report && graph.report.ratio) found.push(...graph.report.ratio.marked);
   for (const module of DATA.eager)
     found.push(`Left to eager by Dynamo, and so neither measured nor changed here: ${module.name} (${module.type}), ${duration(module.time_ns)}, ${percent(module.share)} of a call.`);
-  return found.map((text) => el("p", { class: "alert" }, el("bdi", null, shorten(text, 1500))));
+  return found.map((text) => el("p", { class: "alert" }, said(text, 1500)));
 }
 
 function graphsSection(graphs, choose) {
@@ -77,12 +77,12 @@ function nodesSection(graph) {
     open: (i) => nodeDetail(graph, i),
     columns: [
       { title: "node", css: "wide", value: (i) => n.node[i], show: (i) => named(n.node[i], 60) },
-      { title: "operator", css: "optional", value: (i) => n.target[i], show: (i) => named(n.target[i].replace(/^aten\./, ""), 40) },
+      { title: "operator", css: "optional least", value: (i) => n.target[i], show: (i) => named(n.target[i].replace(/^aten\./, ""), 40) },
       { title: "module", css: "optional", value: (i) => n.module_path[i], show: (i) => named(n.module_path[i], 34) },
       { title: "time a call", number: true, css: "time", value: (i) => n.time_ns[i], show: (i) => el("span", { class: n.estimate[i] ? "modelled-time" : null }, timed(n.time_ns[i], (n.share[i] || 0) / top)) },
       { title: "share", number: true, css: "optional", value: (i) => n.share[i], show: (i) => sourced(percent(n.share[i]), n.estimate[i] ? "modelled" : "measured") },
       { title: "limit", css: "optional", value: (i) => limitOfNode(graph, i), show: (i) => limitOfNode(graph, i).replaceAll("_", " ") || "–" },
-      { title: "source", css: "optional", value: (i) => place(n.file[i], n.line[i]), show: (i) => named(place(n.file[i], n.line[i]), 26) },
+      { title: "source", css: "optional least", value: (i) => place(n.file[i], n.line[i]), show: (i) => named(place(n.file[i], n.line[i]), 26) },
     ],
   });
   return section("nodes", "Time by FX node",
@@ -197,7 +197,7 @@ function kernelsSection(graph) {
     return values.get(row).get(key);
   };
   for (const counter of graph.profile.counters.filter((one) => kept.includes(one.key)))
-    columns.push({ title: counter.key.replaceAll("_", " "), number: true, css: "optional", help: counter.meaning, value: (row) => counterOf(row, counter.key),
+    columns.push({ title: counter.key.replaceAll("_", " "), number: true, css: "optional least", help: counter.meaning, value: (row) => counterOf(row, counter.key),
       show: (row) => (known(counterOf(row, counter.key)) ? quantity(counterOf(row, counter.key), counter.unit) : "–") });
   const table = new Table({ name: "kernels", rows, sort: 1, paper: [20, 2], text: (row) => `${row.name} ${DATA.kinds[row.work] || ""} ${graph.kernels.operator[row.longest]}`, open: (row) => nameDetail(graph, row.name), columns });
   const counted = graph.profile.counters.length;
@@ -247,7 +247,7 @@ function unattributedSection(graph) {
       { title: "kernel", css: "wide", value: (i) => u.name[i], show: (i) => named(u.name[i], 80) },
       { title: "time a call", number: true, value: (i) => u.time_ns[i], show: (i) => duration(u.time_ns[i] / graph.calls) },
       { title: "launches", number: true, css: "optional", value: (i) => u.kernels[i], show: (i) => u.kernels[i].toLocaleString("en") },
-      { title: "why", css: "optional", value: (i) => u.reason[i], show: (i) => el("bdi", null, shorten(u.reason[i], 200)) },
+      { title: "why", css: "optional", value: (i) => u.reason[i], show: (i) => said(u.reason[i], 200) },
     ],
   });
   return section("unattributed", "Unattributed", "Kernels whose operators are not known, each with the reason.", shares, table.element);

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fxopt.report.terminal import duration as _duration
+from fxopt.report.measurements import OF_PROFILE, contradiction, doubts, kernel_origin, out_of_time, uneven, wall_origin
 from fxopt.report.terminal import scientific, size
+from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
     from fxopt.labels import Label
+    from fxopt.report.comparison import Comparison
     from fxopt.report.model import CandidateReport, GraphReport
     from profiler_core.profiles import Profile
 
@@ -98,21 +100,31 @@ def kind_of(family: str, operator: str) -> str:
     return family
 
 
-def summary(profile: Profile | None, labels: Sequence[Label], graph: GraphReport | None = None) -> dict[str, Any]:
-    """headline, detail, and answers: question, answer, rows (text, value, share of the whole or None).
+def summary(
+    profile: Profile | None,
+    labels: Sequence[Label],
+    graph: GraphReport | None = None,
+    compared: Comparison | None = None,
+) -> dict[str, Any]:
+    """headline, detail, alerts, and answers: question, answer, rows (text, value, share of the whole or None).
 
-    graph: of a tuning run; None for a profile by itself.
+    graph: of a tuning run; None for a profile by itself. compared: by `fxopt bench`, the whole work.
     """
-    answers = [_time(profile, graph), _where(profile), _limits(profile, labels)]
+    time = _time(profile, graph) if compared is None else _compared(compared)
+    answers = [time, _where(profile, graph is not None), _limits(profile, labels)]
     if graph is not None:
         answers += [_done(graph), _error(graph)]
-    headline, detail = _headline(profile, graph)
-    return {"headline": headline, "detail": detail, "answers": [answer for answer in answers if answer]}
-
-
-def duration(ns: float | None) -> str:
-    """As the terminal prints it, with the sign for micro that a page has."""
-    return _duration(ns).replace(" us", " µs")
+    headline, detail = _headline(profile, graph) if compared is None else _bench_headline(compared)
+    alerts = [uneven(profile)] if profile is not None and graph is None else []
+    noted = [] if compared is None else compared.notes
+    if graph is not None:
+        # The comparison is the remedy of a contradiction.
+        told = [line for line in doubts(graph) if compared is None or line != contradiction(graph)]
+        alerts = [line.replace("`", "") for line in (out_of_time(graph), *told)]
+        if graph.source == "tuned" and graph.seconds:
+            detail += f" Tuning took {duration(1e9 * sum(graph.seconds.values()))}."
+    found = [answer for answer in answers if answer]
+    return {"headline": headline, "detail": detail.strip(), "alerts": [*filter(None, alerts), *noted], "answers": found}
 
 
 def _row(text: str, value: str = "", share: float | None = None, note: str = "", source: str = "") -> dict[str, Any]:
@@ -164,8 +176,8 @@ def _headline(profile: Profile | None, graph: GraphReport | None) -> tuple[str, 
             f"Nothing was changed: torch.compile's own code is kept.{wall}",
             f"Tried: {tried}. None is both right and faster beyond doubt."
             if graph.candidates
-            else "The time limit was spent before a rewrite could be tried."
-            if any(": not tried, the time limit " in line for line in graph.out_of_reach)
+            else ""
+            if out_of_time(graph)
             else "No rewrite applies here.",
         )
     return "torch.compile's own code runs.", _SOURCES.get(graph.source, "")
@@ -208,22 +220,47 @@ def _time(profile: Profile | None, graph: GraphReport | None) -> dict[str, Any] 
     return _answer(question, _capital(part), rows)
 
 
+def _bench_headline(compared: Comparison) -> tuple[str, str]:
+    times, pair = compared.times, compared.results["Inductor", "fxopt"]
+    took = f"One call takes {duration(times['fxopt'])} with fxopt, {duration(times['Inductor'])} with Inductor and "
+    return f"{took}{duration(times['eager'])} in eager mode.", (
+        f"Timed in turns by fxopt bench, {_counted(pair.pairs, 'pair')} each, with 95 % confidence intervals. "
+        f"{compared.verdict}."
+    )
+
+
+def _compared(compared: Comparison) -> dict[str, Any]:
+    whole = max(compared.times.values())
+    rows = []
+    for name, _, eager, inductor in compared.rows():
+        told = [f"{ratio} the speed of {of}" for ratio, of in ((eager, "eager"), (inductor, "Inductor")) if ratio]
+        time = compared.times[name]
+        rows.append(_row(name, duration(time), time / whole, "; ".join(told), "measured"))
+    return _answer("How long does one call take?", "All were timed in turns, in one process.", rows)
+
+
 def _before_and_now(graph: GraphReport) -> list[dict[str, Any]]:
+    wall, kernels = wall_origin(graph), kernel_origin(graph)
     times = [
-        ("before (torch.compile)", graph.baseline_wall_ns, "measured"),
-        ("now", graph.kept_wall_ns, "measured"),
-        ("kernels before", graph.baseline_kernel_ns, "measured"),
-        ("kernels now", graph.kept_kernel_ns, "measured"),
-        ("least possible, by the roofline", graph.floor_ns, "modelled"),
+        ("before (torch.compile)", graph.baseline_wall_ns, "", "measured"),
+        ("now", graph.kept_wall_ns, wall, "measured"),
+        ("kernels before", graph.baseline_kernel_ns, "", "measured"),
+        ("kernels now", graph.kept_kernel_ns, kernels, "measured"),
+        ("least possible, by the roofline", graph.floor_ns, "", "modelled"),
     ]
     if graph.decision != "candidate":
-        times = [("whole call", *times[0][1:]), ("kernels", *times[2][1:]), times[4]]
-    known = [(text, ns, source) for text, ns, source in times if ns]
-    whole = max((ns for _, ns, _ in known), default=0.0)
-    return [_row(text, duration(ns), ns / whole, "", source) for text, ns, source in known if ns]
+        times = [
+            ("whole call", graph.baseline_wall_ns, wall, "measured"),
+            ("kernels", graph.baseline_kernel_ns, kernels, "measured"),
+            times[4],
+        ]
+    known = [(text, ns, note, source) for text, ns, note, source in times if ns]
+    whole = max((ns for _, ns, *_ in known), default=0.0)
+    return [_row(text, duration(ns), ns / whole, note, source) for text, ns, note, source in known if ns]
 
 
-def _where(profile: Profile | None) -> dict[str, Any] | None:
+def _where(profile: Profile | None, before: bool = False) -> dict[str, Any] | None:
+    """before: the profile is of code that was changed after it."""
     if profile is None or not profile.total_ns:
         return None
     sums: dict[str, int] = {}
@@ -240,6 +277,8 @@ def _where(profile: Profile | None) -> dict[str, Any] | None:
         rows.append(_row("everything else", duration(rest / calls), rest / total, "", "measured"))
     first, time = ranked[0]
     text = f"{percent(time / total)} of the kernel time goes into {KINDS.get(first, first)}."
+    if before:
+        text = f"{duration(profile.kernel_ns)} of kernels a call, {OF_PROFILE}: {text}"
     text += f" {percent(profile.attributed_share)} of it could be traced to operators of the model"
     text += "." if profile.unattributed_ns else ", nothing is left over."
     return _answer("Where does the time go?", text, rows)
