@@ -1,11 +1,13 @@
 # `make demo` and `make test` work in an empty clone: they check the machine, make .venv, install into it and run.
 # Overridable: PYTHON (an interpreter), CXX (a C++ compiler), VENV (where the environment lies),
-# DEMO_ARGS (options of the GPT-2 case study), COMPARE_ARGS (of the comparison) and PYTEST_ARGS.
+# DEMO_ARGS (options of the GPT-2 case study), COMPARE_ARGS (of the comparison), PYTEST_ARGS, and PYTEST_WORKERS, the
+# processes that share the tests (0: this one alone).
 
 VENV ?= .venv
 DEMO_ARGS ?=
 COMPARE_ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 # Inductor takes $CXX, else g++. Where only clang++ is there, say so to it.
 ifeq ($(origin CXX),default)
@@ -42,7 +44,7 @@ compare: ## makes .venv and runs every workload in every column (COMPARE_ARGS="m
 	@KINETO_LOG_LEVEL=$${KINETO_LOG_LEVEL:-99} $(BIN)/python -m case_studies.compare $(COMPARE_ARGS)
 
 test: venv lint ## makes .venv and runs the linters and the tests that need neither a GPU nor minutes
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: venv lint ## the long tier: every test; those for a GPU are skipped where there is none
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

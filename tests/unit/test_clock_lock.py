@@ -19,6 +19,7 @@ PRELUDE = """
 import ctypes, os, signal, sys, types
 ctypes.CDLL("libnvidia-ml.so.1").stub_marker  # never the real library
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one under nohup that this is
 no = lambda: False
 sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=no, is_initialized=no))
 from profiler_core.clock_lock import *
@@ -67,7 +68,7 @@ class Machine:
     def run(self, script: str, **environment: str) -> tuple[int, str, str]:
         """Exit status, output and errors, once the script and its guardian have ended."""
         process = self.start(script, **environment)
-        output, errors = process.communicate()  # the guardian holds the error pipe to its end
+        output, errors = process.communicate(timeout=120)  # the guardian holds the error pipe to its end
         return process.returncode, output, errors
 
     def calls(self) -> list[str]:
