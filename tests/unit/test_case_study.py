@@ -375,10 +375,10 @@ def test_a_speedup_with_a_wide_interval_is_pointed_out() -> None:
 def test_the_compile_budget_adds_up_to_the_total() -> None:
     text = shown(show.budget_table({"compiling": 40.0, "measuring": 15.0}, 60.0))
     assert [line.split()[-2] for line in text.splitlines() if line.endswith("s ")] == [
-        "40",
-        "15",
-        "5.0",
-        "60",
+        "40.0",
+        "15.0",
+        "5.00",
+        "60.0",
     ]
 
 

@@ -136,7 +136,7 @@ def test_a_replay_of_unknown_code_is_one_bucket_with_its_share() -> None:
 def test_a_graph_level_capture_asks_for_node_level(shared: Path) -> None:
     profile = profiler_core.load(shared / "captures" / "h200_graph" / "nsys_graph_level.sqlite")
     (note,) = [text for text in profile.notes if "--cuda-graph-trace=node" in text]
-    assert note.startswith("partial: ") and "5 replays" in note and "610848 ns" in note
+    assert note.startswith("partial: ") and "5 replays" in note and "611 us" in note
 
 
 # --- a window that is not whole ----------------------------------------------------------------------------

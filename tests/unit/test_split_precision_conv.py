@@ -322,7 +322,7 @@ def test_a_convolution_that_cudnn_computes_faster_in_tf32_is_left_to_it(monkeypa
     labels = testing.labels(graph, "tensor_core_idle")
     context = testing.context(OnCpu(1), labels=labels, precision="tf32")
     found = [candidate.refused for candidate in OnCpu(1).candidates(graph.graph, context)]
-    assert found == ["cuDNN takes 10 us in TF32, this kernel 20 us", ""]
+    assert found == ["cuDNN takes 10.0 us in TF32, this kernel 20.0 us", ""]
     assert asked == [
         launch.Convolution((2, 16, 6, 6), (8, 16, 3, 3), (1, 1), (1, 1), (1, 1)),
         launch.Convolution((2, 16, 6, 6), (32, 16, 1, 1), (2, 2), (0, 0), (1, 1)),

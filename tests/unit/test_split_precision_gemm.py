@@ -521,7 +521,7 @@ def test_a_product_that_cublas_computes_faster_in_tf32_is_left_to_it(monkeypatch
     labels = testing.labels(graph, "tensor_core_idle")
     context = testing.context(OnCpu("fp16"), labels=labels, precision="tf32")
     found = [candidate.refused for candidate in OnCpu("fp16").candidates(graph.graph, context)]
-    assert found == ["cuBLAS takes 10 us in TF32, this kernel 20 us", ""]
+    assert found == ["cuBLAS takes 10.0 us in TF32, this kernel 20.0 us", ""]
     exact = testing.context(OnCpu(), labels=labels, precision="fp32")
     assert [candidate.refused for candidate in OnCpu().candidates(graph.graph, exact)] == ["", ""]
 

@@ -27,7 +27,7 @@ def test_launches_limit_a_graph_whose_kernels_will_take_less_than_the_cpu_needs_
     (label,) = expected([idle_tensor_cores(8e5)], host_ns=6e5)
     assert label.axis is Axis.LAUNCH_BOUND and label.scope == "graph"
     assert label.headroom_ns == 4e5, "2e5 of kernels are left, and a call keeps the CPU busy for 6e5"
-    assert label.why.startswith("Once the other labels are answered: kernels run for 200000 ns of the 600000 ns")
+    assert label.why.startswith("Once the other labels are answered: kernels run for 200 us of the 600 us")
     assert label.confidence == "low" and {item.source for item in label.evidence} == {"modelled"}
 
 
