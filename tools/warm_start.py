@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,11 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    at = by % len(names)
+    return [*names[at:], *names[:at]]
+
+
 def medians(runs: dict[str, list[Any]], name: Any) -> dict[str, float]:
     return {what: statistics.median(run[name] for run in found) for what, found in runs.items()}
 
@@ -233,10 +239,11 @@ def main() -> int:
             in_new_process(variant, arguments.layers, folder, tuning=False)  # what only a new process writes to a cache
         imports: dict[str, list[Any]] = {name: [] for name in IMPORTS}
         for number in range(arguments.runs):
-            for variant, folder in folders.items():
-                runs[variant].append(in_new_process(variant, arguments.layers, folder, tuning=False))
-            for what, code in IMPORTS.items():
-                imports[what].append(import_seconds(code))
+            # Each comes first now and then: what ran before it leaves the machine warmer or colder.
+            for variant in rotated(VARIANTS, number):
+                runs[variant].append(in_new_process(variant, arguments.layers, folders[variant], tuning=False))
+            for what in rotated(tuple(IMPORTS), number):
+                imports[what].append(import_seconds(IMPORTS[what]))
             print(f"run {number + 1} of {arguments.runs}", file=sys.stderr, flush=True)
     failed = [problem for variant in VARIANTS for problem in problems(variant, first[variant], runs[variant])]
     seconds, outside = medians(runs, "seconds"), medians(runs, "outside_seconds")
