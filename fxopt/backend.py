@@ -133,8 +133,8 @@ def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     if dynamo.collectives(gm):  # in which the other ranks would not take part
         return ""
     try:
-        real = dynamo.concrete(inputs)
-        devices = [graph_device(inputs)] if graph_device(inputs).type == "cuda" else []
+        real, device = dynamo.concrete(inputs), graph_device(inputs)
+        devices = [device] if device.type == "cuda" else []
         quiet = contextlib.redirect_stderr(io.StringIO())  # FX prints where in its code an error arose
         with quiet, dynamo.outside_tracing(), torch.no_grad(), torch.random.fork_rng(devices=devices):
             dynamo.copy_graph(gm)(*clone_inputs(real, frozenset()))

@@ -129,26 +129,6 @@ def a_graph(**changes: Any) -> GraphReport:
     return GraphReport(**{**values, **changes})
 
 
-@pytest.mark.parametrize(
-    ("ns", "text"),
-    [
-        (None, "-"),
-        (float("nan"), "-"),
-        (0.0, "0 ns"),
-        (812.0, "812 ns"),
-        (999.6, "1.00 us"),
-        (3_421.0, "3.42 us"),
-        (34_210.0, "34.2 us"),
-        (342_100.0, "342 us"),
-        (999_600.0, "1.00 ms"),
-        (115_400_000.0, "115 ms"),
-        (2_500_000_000.0, "2.50 s"),
-    ],
-)
-def test_a_duration_has_three_digits_and_the_unit_that_suits_it(ns: float | None, text: str) -> None:
-    assert terminal.duration(ns) == text
-
-
 def test_seconds_become_minutes_only_when_they_are_many() -> None:
     assert [terminal.seconds(value) for value in (0.44, 47.2, 200.0, None)] == [
         "440 ms",
