@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -33,6 +34,8 @@ SINGLE_TILES: tuple[Tile, ...] = (
     (64, 128, 64, 1, 4, 4),
     (64, 64, 32, 1, 4, 2),
 )
+#: and those of `scaled_gemm_hopper`, which are tried beside them
+HOPPER_SINGLE_TILES: tuple[Tile, ...] = ((128, 256, 64, 1, HOPPER, 4), (128, 128, 64, 1, HOPPER, 6))
 _SMALLEST: Tile = (64, 64, 32, 1, 4, 2)
 
 
@@ -97,9 +100,11 @@ def gemm(
     block, padded, has_bias = k // blocks if blocks > 1 else 0, triton.next_power_of_2(blocks), bias is not None
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
     added = out if bias is None else bias.contiguous()
-    planes = (a_hi, lo_a, b_hi, lo_b)
-    if warps == HOPPER and (batch > 1 or not all(_fetchable(plane) for plane in planes)):
-        warps, stages = 8, 3 if bn == 128 else 2
+    single = a_lo is None
+    planes = (a_hi, b_hi) if single else (a_hi, lo_a, b_hi, lo_b)
+    left_alone = batch > 1 or (single and blocks > 1)
+    if warps == HOPPER and (left_alone or not all(_fetchable(plane) for plane in planes)):
+        warps, stages = 8, 3 if single or bn == 128 else 2
     with torch.cuda.device(out.device):
         if warps == HOPPER:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -108,17 +113,26 @@ def gemm(
             from passes.kernels import split_gemm_hopper as hopper
 
             programs = min(tiles * shares, multiprocessors(out.device))
-            pointers = (a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out)
-            numbers = (m, n, k, shares, blocks, a_hi.stride(0), b_hi.stride(0))
-            constants = (bm, bn, bk, block, padded, stages, has_bias, 8)
+            kernel: Any
+            pointers: tuple[Any, ...]
+            numbers: tuple[int, ...]
+            constants: tuple[Any, ...]
+            if single:
+                kernel, boxes = hopper.scaled_gemm_hopper, [[bm, bk], [bn, bk]]
+                pointers, numbers = (a_scale, b_scale, added, out), (m, n, k, shares)
+                constants = (bm, bn, bk, stages, has_bias, 8)
+            else:
+                kernel, boxes = hopper.split_gemm_hopper, [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
+                pointers = (a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out)
+                numbers = (m, n, k, shares, blocks, a_hi.stride(0), b_hi.stride(0))
+                constants = (bm, bn, bk, block, padded, stages, has_bias, 8)
 
             def first() -> Any:
-                boxes = [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
                 descriptors = [
                     TensorDescriptor.from_tensor(plane, box, _swizzle(*box))
                     for plane, box in zip(planes, boxes, strict=True)
                 ]
-                return hopper.split_gemm_hopper[(programs,)](
+                return kernel[(programs,)](
                     *descriptors, *pointers, *numbers, *constants, num_warps=4, maxnreg=168
                 )
 
@@ -127,7 +141,7 @@ def gemm(
                 return [*descriptors, *pointers, *numbers, *constants]
 
             aligned = tuple(pointer.data_ptr() % 16 == 0 for pointer in pointers)
-            direct.launch((out.device, programs, numbers, constants, aligned), programs, first, again)
+            direct.launch((single, out.device, programs, numbers, constants, aligned), programs, first, again)
             return
         between = (a_hi.stride(0) if batch > 1 else 0, b_hi.stride(0) if batch > 1 else 0)
         kernels.split_gemm[(tiles, shares, batch)](
@@ -179,14 +193,17 @@ def options(product: Product, multiprocessors: int, hopper: bool = False) -> lis
     """
     found: list[tuple[float, Tile]] = []
     fetchable = hopper and product.batch == 1 and product.k % 8 == 0
-    of_chip = SINGLE_TILES if product.terms == 1 else HOPPER_TILES if fetchable else TILES
+    if product.terms == 1:
+        of_chip = (*HOPPER_SINGLE_TILES, *SINGLE_TILES) if fetchable and not product.block else SINGLE_TILES
+    else:
+        of_chip = HOPPER_TILES if fetchable else TILES
     for bm, bn, bk, _, warps, stages in of_chip:
         if bm > 2 * max(product.m, 32) or bn > 2 * max(product.n, 32):
             continue  # mostly padding
         tiles = math.ceil(product.m / bm) * math.ceil(product.n / bn) * product.batch
         # Time in steps of a full multiprocessor, and a few of them to begin and end a tile; a small tile fetches more
         # for each multiply-add.
-        weight = bm * bn * (1 + 64 / bm * 64 / bn) * (0.8 if warps == HOPPER else 1)
+        weight = bm * bn * (1 + 64 / bm * 64 / bn) * (0.8 if warps == HOPPER and product.terms == 3 else 1)
         for shares in (1, 2, 4):
             if shares > 1 and (tiles * shares > 3 * multiprocessors or product.k < 128 * shares):
                 continue
@@ -200,8 +217,8 @@ def options(product: Product, multiprocessors: int, hopper: bool = False) -> lis
 class Choices:
     """What was measured on the devices of this process, and of others that share the file `path`.
 
-    Each key (device, versions, product) has a tile and its time in microseconds; that of a library's product has no
-    tile.
+    Each key (device, versions, product, the kernel's code) has a tile and its time in microseconds; that of a library's
+    product has neither tile nor code.
     """
 
     path: Path | None = None
@@ -213,7 +230,7 @@ class Choices:
         """The fastest tile on this device and its time; where there is no GPU to measure on, the likely best and 0."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return options(product, 132)[0], 0.0
-        *tile, took = self._known(str(product), device, lambda: measure_tiles(product, device))
+        *tile, took = self._known(f"{product} {_code_of(product)}", device, lambda: measure_tiles(product, device))
         return tuple(int(value) for value in tile), took  # type: ignore[return-value]
 
     def library(self, product: Product, device: torch.device) -> float:
@@ -233,7 +250,7 @@ class Choices:
         """The times of this project's kernel for one product, and of cuDNN in TF32; zeros where there is no GPU."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return 0.0, 0.0
-        own = self._known(f"{of}", device, lambda: [measure_convolution(of, device)])[-1]
+        own = self._known(f"{of} {_code_of(of)}", device, lambda: [measure_convolution(of, device)])[-1]
         return own, self._known(f"TF32 {of}", device, lambda: [measure_cudnn_tf32(of, device)])[-1]
 
     def _known(self, what: str, device: torch.device, measure: Callable[[], list[float]]) -> list[float]:
@@ -267,6 +284,20 @@ class Choices:
                 write_atomically(self.path, json.dumps(self._found, indent=1, sort_keys=True))
 
 
+@functools.cache
+def _code_of(what: Product | Convolution) -> str:
+    """Digest of the kernels that compute it and of the tiles to choose from: of other code the times tell nothing."""
+    from fxopt.fingerprints import module_digest
+
+    if isinstance(what, Convolution):
+        modules, tiles = ["split_conv"], ""
+    else:
+        modules = ["split_gemm", "split_gemm_hopper"]
+        tiles = repr((SINGLE_TILES, HOPPER_SINGLE_TILES) if what.terms == 1 else (TILES, HOPPER_TILES))
+    digests = [module_digest(f"passes.kernels.{name}") for name in modules]
+    return hashlib.sha256("".join([*digests, tiles]).encode()).hexdigest()[:12]
+
+
 def _sound(found: Any) -> bool:
     """Whether this is a time, or a tile and a time."""
     return isinstance(found, list) and len(found) in (1, 7) and all(0 < float(v) < math.inf for v in found)
@@ -295,7 +326,7 @@ def measure_tiles(product: Product, device: torch.device) -> list[float]:
         copies = _copies(b)
         scales = [torch.ones(*lead, p.m, p.k // p.block if p.block else 1, device=device)]
         scales.append(torch.ones(*lead, p.n, 1, device=device))
-        for tile in options(p, multiprocessors(device), has_hopper(device))[:7]:
+        for tile in options(p, multiprocessors(device), has_hopper(device))[: 7 if p.terms == 3 else 10]:
             out = torch.empty(p.batch, tile[3], p.m, p.n, device=device)
             bias = torch.ones(p.n, device=device) if p.bias and tile[3] == 1 else None
 

@@ -46,8 +46,8 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 def tiles(terms: int) -> list[launch.Tile]:
     """Every tile that this device can run, in one share and in two."""
     known = launch.TILES if terms == 3 else launch.SINGLE_TILES
-    if terms == 3 and launch.has_hopper(DEVICE):
-        known = (*known, *launch.HOPPER_TILES)
+    if launch.has_hopper(DEVICE):
+        known = (*known, *(launch.HOPPER_TILES if terms == 3 else launch.HOPPER_SINGLE_TILES))
     return [(*tile[:3], shares, *tile[4:]) for tile in known for shares in (1, 2)]
 
 

@@ -7,11 +7,13 @@ import math
 import os
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fxopt import fingerprints
 from passes.kernels import launch
 from passes.kernels.launch import Choices, Product
 
@@ -91,7 +93,8 @@ def test_hoppers_own_tiles_are_for_hopper_and_what_it_can_fetch():
     assert not of_hopper(Product(512, 768, 768), hopper=False)
     assert not of_hopper(Product(512, 768, 768, batch=4))
     assert not of_hopper(Product(512, 768, 770)), "rows that are not aligned"
-    assert not of_hopper(Product(512, 768, 768, terms=1))
+    assert of_hopper(Product(512, 768, 768, terms=1))
+    assert not of_hopper(Product(512, 768, 2048, terms=1, block=128)), "a single product has one scale a row"
 
 
 def test_without_a_card_the_likely_best_is_taken_and_nothing_is_kept(tmp_path):
@@ -151,6 +154,24 @@ def test_another_card_or_another_triton_measures_anew(measured, tmp_path, monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="another"))
     Choices(keep).tile(ONE, CUDA)
     assert len(measured) == 3 and len(json.loads(keep.read_text())) == 3
+
+
+def test_other_tiles_or_another_kernel_measure_anew(measured, tmp_path, monkeypatch):
+    keep = tmp_path / "tiles.json"
+    single = replace(ONE, terms=1)
+
+    def again():
+        launch._code_of.cache_clear()
+        Choices(keep).tile(ONE, CUDA), Choices(keep).tile(single, CUDA), Choices(keep).library(ONE, CUDA)
+
+    again()
+    monkeypatch.setattr(launch, "HOPPER_SINGLE_TILES", launch.HOPPER_SINGLE_TILES[:1])
+    again()
+    assert measured[3:] == [single], "the tiles of three products are the same"
+    monkeypatch.setattr(fingerprints, "module_digest", lambda name: name)
+    again()
+    assert measured[4:] == [ONE, single], "the library's product has no code here"
+    launch._code_of.cache_clear()
 
 
 @pytest.mark.parametrize(
