@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,11 @@ MIN_PAIRS = 6
 MIN_NOISE = 0.01
 """Differences below 1 % are never called faster: code and data placement alone moves timings by more
 (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", ASPLOS 2009)."""
+LITTLE_NOISE = 0.015
+"""A/A runs with a wider interval than this go on, for up to four times the pairs: what the noise floor hides, no
+comparison finds."""
+MORE_PAIRS = 4
+"""What is still open goes on for up to so many times the pairs, looked at whenever their number has doubled."""
 CLOCK_SPREAD = 0.02
 """A run during which the SM clock moved by more than this share of its maximum is marked."""
 _MAX_CALLS = 10_000
@@ -61,6 +67,15 @@ class PairedResult:
         return self.high < 1 / (1 + self.noise)
 
     @property
+    def equal(self) -> bool:
+        """Whether they are as fast as each other beyond doubt: the whole interval lies within the noise."""
+        return 1 / (1 + self.noise) <= self.low and self.high <= 1 + self.noise
+
+    @property
+    def decided(self) -> bool:
+        return self.faster or self.slower or self.equal
+
+    @property
     def as_fast(self) -> bool:
         """Whether the candidate is as fast as the baseline, as far as the noise lets that be told: it is not shown to
         be slower, and neither does the median say so."""
@@ -75,17 +90,17 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     Nagaraja, Order Statistics, 3rd ed., chapter 7). ValueError where n is too small for any such pair (n <
     6 at 95 %).
     """
-    count = len(values)
+    size = len(values)
     ordered = sorted(values)
     tail, rank = 0.0, 0
-    while rank < count:
-        tail += math.comb(count, rank) / 2**count  # P(B <= rank)
+    while rank < size:
+        tail += math.comb(size, rank) / 2**size  # P(B <= rank)
         if 2 * tail > 1 - confidence:
             break
         rank += 1
     if rank == 0:
-        raise ValueError(f"{count} values give no {confidence:.0%} interval of their median")
-    return ordered[rank - 1], ordered[count - rank]
+        raise ValueError(f"{size} values give no {confidence:.0%} interval of their median")
+    return ordered[rank - 1], ordered[size - rank]
 
 
 def compare(
@@ -95,6 +110,7 @@ def compare(
     *,
     device: torch.device | str,
     pairs: int = 30,
+    most_pairs: int | None = None,
     min_block_ns: int = 2_000_000,
     time_limit_s: float | None = None,
     noise: float | None = None,
@@ -111,7 +127,8 @@ def compare(
     and host work included, as a caller sees it, and calls within a block overlap as they do in a loop. Inputs
     are handed over as they are: a callable that writes to them must stand being called again.
 
-    pairs: rounded up to an even number, so that both orders occur equally often. time_limit_s: stop after the
+    pairs: rounded up to an even number, so that both orders occur equally often. most_pairs: go on to as many
+    where it is open after ``pairs`` whether either is faster (None: ``pairs``). time_limit_s: stop after the
     pair of pairs that passes it, but not before MIN_PAIRS. noise: from ``noise_floor``; None measures it
     first, within a third of the time limit. ``timer``: clock in ns. Garbage collection is off while timing.
     ValueError for fewer than MIN_PAIRS pairs or no inputs.
@@ -131,11 +148,58 @@ def compare(
             warmup=warmup,
             timer=timer,
         )
-    deadline = math.inf if time_limit_s is None else started + time_limit_s * 1e9
+    return _timed(
+        baseline,
+        candidate,
+        input_sets,
+        device,
+        lambda found: found.decided,
+        pairs=pairs,
+        most_pairs=most_pairs or pairs,
+        min_block_ns=min_block_ns,
+        deadline=math.inf if time_limit_s is None else started + time_limit_s * 1e9,
+        noise=noise,
+        warmup=warmup,
+        timer=timer,
+    )
+
+
+def _timed(
+    baseline: Callable[..., Any],
+    candidate: Callable[..., Any],
+    input_sets: Sequence[Sequence[Any]],
+    device: torch.device,
+    enough: Callable[[PairedResult], bool],
+    *,
+    pairs: int,
+    most_pairs: int,
+    min_block_ns: int,
+    deadline: float,
+    noise: float,
+    warmup: int,
+    timer: Callable[[], int],
+) -> PairedResult:
+    """`pairs` pairs; then as many as there are again, while `enough` says no and `most_pairs` and the deadline allow.
+
+    Every look gives chance a turn, so there are few; and a difference has to exceed the noise, of which chance is a
+    part, at each of them.
+    """
     with _clock_monitor(device) as monitor:
-        times = _paired_times(
-            baseline, candidate, input_sets, device, pairs, min_block_ns, deadline, warmup, timer, monitor
-        )
+        times: list[tuple[float, float]] = []
+        blocks = _pairs_of_blocks(baseline, candidate, input_sets, device, min_block_ns, warmup, timer)
+        with _garbage_collection_off(), closing(blocks):
+            # Only whole A B, B A sequences: after an odd number of pairs drift would favour one side.
+            wanted = pairs + pairs % 2
+            for pair in blocks:
+                times.append(pair)
+                if monitor is not None:
+                    monitor.sample()
+                if len(times) % 2 == 0 and len(times) >= MIN_PAIRS and timer() >= deadline:
+                    break
+                if len(times) == wanted:
+                    if len(times) >= most_pairs or enough(paired(times, noise)):
+                        break
+                    wanted = min(2 * wanted, most_pairs + most_pairs % 2)
         clocks: dict[str, Any] = monitor.summary() if monitor is not None else {}
     return paired(times, noise, clocks=clocks, marked=_marks(clocks, pairs, len(times)))
 
@@ -179,19 +243,27 @@ def noise_floor(
 ) -> float:
     """Ratio, less 1, that this machine reports between ``fn`` and itself: half the width of the 95 % interval
     of an A/A run, or how far that interval reaches from 1 where it lies to one side, at least MIN_NOISE.
-    Arguments as for ``compare``."""
-    same = compare(
+    Arguments as for ``compare``; where that is more than LITTLE_NOISE, up to MORE_PAIRS times the pairs."""
+    device = torch.device(device)
+    _check(input_sets, pairs)
+    same = _timed(
         fn,
         fn,
         input_sets,
-        device=device,
+        device,
+        lambda found: _floor(found) <= LITTLE_NOISE,
         pairs=pairs,
+        most_pairs=MORE_PAIRS * pairs,
         min_block_ns=min_block_ns,
-        time_limit_s=time_limit_s,
+        deadline=math.inf if time_limit_s is None else timer() + time_limit_s * 1e9,
         noise=0.0,
         warmup=warmup,
         timer=timer,
     )
+    return _floor(same)
+
+
+def _floor(same: PairedResult) -> float:
     bias = max(same.low - 1, 1 - same.high)
     return max(MIN_NOISE, (same.high - same.low) / 2, bias)
 
@@ -216,19 +288,16 @@ def _check(input_sets: Sequence[Sequence[Any]], pairs: int) -> None:
         raise ValueError(f"pairs={pairs}: a 95 % interval of a median needs at least {MIN_PAIRS}")
 
 
-def _paired_times(
+def _pairs_of_blocks(
     baseline: Callable[..., Any],
     candidate: Callable[..., Any],
     input_sets: Sequence[Sequence[Any]],
     device: torch.device,
-    pairs: int,
     min_block_ns: int,
-    deadline: float,
     warmup: int,
     timer: Callable[[], int],
-    monitor: Any,
-) -> list[tuple[float, float]]:
-    """(baseline, candidate) time per call of each pair of blocks, in ns."""
+) -> Generator[tuple[float, float]]:
+    """(baseline, candidate) time per call of each pair of blocks, in ns, for ever."""
 
     def block(fn: Callable[..., Any], inputs: Sequence[Any], calls: int) -> int:
         _synchronize(device)
@@ -241,25 +310,17 @@ def _paired_times(
     for inputs in input_sets:
         for fn in (baseline, candidate):
             block(fn, inputs, warmup)
-    with _garbage_collection_off():
-        sides = [
-            (fn, _calls_to_fill(min_block_ns, lambda n, fn=fn: block(fn, input_sets[0], n)))  # type: ignore[misc]
-            for fn in (baseline, candidate)
-        ]
-        times: list[tuple[float, float]] = []
-        for pair in range(pairs + pairs % 2):
-            # Only whole A B, B A sequences: after an odd number of pairs drift would favour one side.
-            if pair >= MIN_PAIRS and pair % 2 == 0 and timer() >= deadline:
-                break
-            # By twos, so that each set is measured in both orders whatever their number.
-            inputs = input_sets[pair // 2 % len(input_sets)]
-            turn = sides if pair % 2 == 0 else sides[::-1]
-            taken = [max(block(fn, inputs, calls), 1) / calls for fn, calls in turn]
-            before, after = taken if pair % 2 == 0 else taken[::-1]
-            times.append((before, after))
-            if monitor is not None:
-                monitor.sample()
-    return times
+    sides = [
+        (fn, _calls_to_fill(min_block_ns, lambda n, fn=fn: block(fn, input_sets[0], n)))  # type: ignore[misc]
+        for fn in (baseline, candidate)
+    ]
+    for pair in count():
+        # By twos, so that each set is measured in both orders whatever their number.
+        inputs = input_sets[pair // 2 % len(input_sets)]
+        turn = sides if pair % 2 == 0 else sides[::-1]
+        taken = [max(block(fn, inputs, calls), 1) / calls for fn, calls in turn]
+        before, after = taken if pair % 2 == 0 else taken[::-1]
+        yield before, after
 
 
 def _calls_to_fill(min_block_ns: int, block: Callable[[int], int]) -> int:

@@ -392,6 +392,11 @@ def concerned(p: Pass, context: PassContext) -> bool:
         return True
 
 
+def only_wraps(p: Pass) -> bool:
+    """Whether `p` leaves what is compiled alone, and only wraps it."""
+    return isinstance(p, RuntimePass) and type(p).compiling is RuntimePass.compiling
+
+
 def in_conflict(one: Pass, other: Pass) -> bool:
     """Whether the two must not be in one trial, whichever of them says so."""
     return other.name in one.conflicts or one.name in other.conflicts

@@ -181,13 +181,16 @@ class Search:
         return True
 
     def _reduced(self, full: Trial, added: Sequence[str]) -> Trial:
-        """`full` without the passes that it is as fast without, each dropped once in the order in which they came.
+        """`full` without the passes that it is as fast without, each dropped once in the order in which they came; but
+        first those that only wrap code, for which nothing is compiled, so that it is known of them even where no time
+        is left for the others.
 
         Every set is compared with `full`, so that small losses do not add up. One that others need stays, and a set
         that was tried before is not tried again: it lost to `full`, or to what `full` beat.
         """
         best = full
         left = [p for name in added for p in full.passes if p.name == name]
+        left.sort(key=lambda p: not registry.only_wraps(p))
         while True:
             p = next((p for p in left if not any(p.name in q.needs for q in best.passes)), None)
             if p is None or len(best.passes) == 1:

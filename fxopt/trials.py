@@ -16,7 +16,7 @@ from fxopt import ablation, measure, memory, rules, verify
 from fxopt.build import Build, Builder, at_work, why_idle
 from fxopt.measure import PairedResult
 from fxopt.options import Options
-from fxopt.registry import ConfigPass, Pass, RuntimePass, spelled
+from fxopt.registry import ConfigPass, Pass, RuntimePass, only_wraps, spelled
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
@@ -156,7 +156,7 @@ class Trials:
         build = self._alive.get(_key(passes))
         if build is not None:
             return build
-        same = self._alive_code.get(_key([p for p in passes if not _wraps(p)]))
+        same = self._alive_code.get(_key([p for p in passes if not only_wraps(p)]))
         if self.gradients is not None:
             same = None  # its backward is wrapped where autograd finds it, once for all
         if same is None:
@@ -167,12 +167,12 @@ class Trials:
 
     def compiles(self, step: Step) -> bool:
         """Whether the trial needs code that nobody holds yet."""
-        return self._alive_code.get(_key([p for p in step.passes if not _wraps(p)])) is None
+        return self._alive_code.get(_key([p for p in step.passes if not only_wraps(p)])) is None
 
     def hold(self, build: Build) -> Build:
         """Makes a build known, for as long as the caller keeps it."""
         self._alive[_key(build.passes)] = build
-        self._alive_code.setdefault(_key([p for p in build.passes if not _wraps(p)]), build)
+        self._alive_code.setdefault(_key([p for p in build.passes if not only_wraps(p)]), build)
         return build
 
     def _try(self, step: Step, entry: CandidateReport, current: Callable[..., Any], before: int) -> Build | None:
@@ -244,21 +244,17 @@ class Trials:
     # -- timing ---------------------------------------------------------------------------------------------------
 
     def compare(self, first: Callable[..., Any], second: Callable[..., Any]) -> PairedResult:
-        """Paired timing; where only the median says faster, once more with four times the pairs."""
-
-        def timed(pairs: int) -> PairedResult:
-            return measure.compare(
-                first,
-                second,
-                self.input_sets,
-                device=self.device,
-                pairs=pairs,
-                noise=self.noise,
-                time_limit_s=self._share_s,
-            )
-
-        found = timed(self.options.pairs)
-        return timed(4 * self.options.pairs) if found.ratio > 1 + self.noise and not found.faster else found
+        """Paired timing, longer where the first pairs leave it open which is faster."""
+        return measure.compare(
+            first,
+            second,
+            self.input_sets,
+            device=self.device,
+            pairs=self.options.pairs,
+            most_pairs=measure.MORE_PAIRS * self.options.pairs,
+            noise=self.noise,
+            time_limit_s=self._share_s,
+        )
 
     @property
     def _share_s(self) -> float:
@@ -365,18 +361,13 @@ def _key(passes: Sequence[Pass]) -> tuple[str, ...]:
     return tuple(f"{p.name} {p.fingerprint()}" for p in passes)
 
 
-def _wraps(p: Pass) -> bool:
-    """Whether `p` leaves what is compiled alone, and only wraps it."""
-    return isinstance(p, RuntimePass) and type(p).compiling is RuntimePass.compiling
-
-
 def _left_no_trace(p: Pass) -> bool:
     """Whether the code is what it would be without `p`, which found nothing to do.
 
     An option that took no effect that can be counted may still have changed the code, and a context in which it was
     compiled may have, too.
     """
-    return _wraps(p) or not isinstance(p, (ConfigPass, RuntimePass))
+    return only_wraps(p) or not isinstance(p, (ConfigPass, RuntimePass))
 
 
 def _idle(build: Build) -> str:

@@ -191,6 +191,45 @@ def test_the_time_limit_ends_the_run_after_enough_pairs_and_says_so():
     assert measure.MIN_PAIRS < later.pairs < 30 and later.pairs % 2 == 0
 
 
+def test_what_the_first_pairs_leave_open_is_measured_longer_and_what_they_decide_is_not():
+    machine = Machine()
+    close = machine.function("a", noisy(100, 0.1, 3)), machine.function("b", noisy(103, 0.1, 4))
+    short, long = (run(machine, *close, noise=0.015, pairs=10, most_pairs=most) for most in (None, 1000))
+    assert short.pairs == 10 and not short.decided
+    assert long.decided and long.slower and 10 < long.pairs < 1000
+    far = machine.function("a", noisy(100, 0.1, 5)), machine.function("b", noisy(200, 0.1, 6))
+    assert run(machine, *far, noise=0.015, pairs=10, most_pairs=1000).pairs == 10
+    same = machine.function("a", noisy(100, 0.001, 7)), machine.function("b", noisy(100, 0.001, 8))
+    result = run(machine, *same, noise=0.015, pairs=10, most_pairs=1000)
+    assert result.equal and result.pairs == 10
+    open_still = run(machine, *close, noise=0.03, pairs=10, most_pairs=25)
+    assert open_still.pairs == 26, "an even number"
+    assert not open_still.marked
+
+
+def test_the_time_limit_also_ends_what_is_measured_longer():
+    machine = Machine()
+    close = machine.function("a", noisy(100, 0.1, 3)), machine.function("b", noisy(103, 0.1, 4))
+    result = run(machine, *close, noise=0.03, pairs=10, most_pairs=1000, time_limit_s=0.05)
+    assert 10 < result.pairs < 1000 and not result.marked, "the pairs that were asked for were measured"
+
+
+def test_a_noisy_floor_is_measured_longer_and_comes_out_lower():
+    machine = Machine()
+    pairs: list[int] = []
+
+    def floor(spread: float) -> float:
+        before = len(machine.calls)
+        fn = machine.function("a", noisy(100, spread, 1))
+        found = noise_floor(fn, [(1,)], device="cpu", timer=machine.timer, warmup=0, min_block_ns=1, pairs=30)
+        pairs.append((len(machine.calls) - before - 2) // 2)
+        return found
+
+    assert floor(0.005) == measure.MIN_NOISE and pairs[-1] == 30
+    assert measure.MIN_NOISE <= floor(0.05) <= measure.LITTLE_NOISE and pairs[-1] in (60, 120)
+    assert floor(0.5) > measure.LITTLE_NOISE and pairs[-1] == 120
+
+
 def test_garbage_collection_is_off_while_timing_and_restored():
     machine = Machine()
     seen = []

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fxopt.labels import Axis, Label
 from fxopt.measure import PairedResult
-from fxopt.registry import GraphPass, Stage
+from fxopt.registry import GraphPass, RuntimePass, Stage
 from fxopt.report.model import CandidateReport
 from fxopt.search import Proposal, Search, Trial, added_to, by_headroom
 
@@ -263,6 +263,15 @@ def test_every_removal_is_compared_with_the_whole_set_so_that_losses_do_not_add_
     world = World(walls)
     assert world.run([proposal(p) for p in (a, b, c)]) == "b+c"
     assert world.against["b+c"] == world.against["c"] == "a+b+c"
+
+
+def test_what_only_wraps_is_taken_away_first_for_that_compiles_nothing():
+    """A wrapper that came with all best guesses, and copies results at a greater cost than that of what it saves."""
+    wrap = dataclass(frozen=True)(type("wrap", (RuntimePass,), {"name": "wrap", "stage": Stage.RUNTIME}))()
+    walls = {"narrow+wrap": (6.0, 8.0), "narrow": (5.0, 5.0), "wrap": (9.0, 12.0)}
+    given = [proposal(NARROW, 2.0), proposal(wrap)]
+    kept, tried = run(walls, given, together=True, out_of_time=("-narrow",))
+    assert tried == ["all narrow+wrap", "narrow"] and kept == "narrow"
 
 
 def test_without_time_for_removals_the_whole_set_is_kept():
