@@ -23,6 +23,7 @@ Refuses products that are not fp32, symbolic sizes, and products too small to fi
 from __future__ import annotations
 
 import importlib.util
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from fxopt.precision import Precision
 from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
 from passes.kernels import launch
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
-from passes.split_products import WEIGHTS, parts_of, rounded_once, split, split_parts
+from passes.split_products import WEIGHTS, is_constant, parts_of, rounded_once, split, split_parts
 from profiler_core.quantities import duration
 
 aten = torch.ops.aten
@@ -190,8 +191,11 @@ class SplitPrecisionGemm(GraphPass):
             operands = parts_of(graph, a, "once", lambda x: rounded_once(_dense(x)))
             operands += parts_of(graph, b, "columns once", WEIGHTS["columns once"][0])
             target = torch.ops.fxopt.scaled_gemm.default
-        result = graph.call_function(target, (*operands, bias if tile[3] == 1 else None, list(tile)))
-        return result if tile[3] == 1 else graph.call_function(aten.sum.dim_IntList, (result, [-3]))
+        given: tuple[Any, ...] = (*operands, bias if tile[3] <= 1 else None, list(tile))
+        if tile[3] == 0 and operands[0] is not None and not is_constant(a):
+            given += _counts(graph, operands[0], launch.needed_counts(m, product.n, tile))
+        result = graph.call_function(target, given)
+        return result if tile[3] <= 1 else graph.call_function(aten.sum.dim_IntList, (result, [-3]))
 
     def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
         """The product by cuBLAS, over a K three times as long."""
@@ -200,6 +204,21 @@ class SplitPrecisionGemm(GraphPass):
         turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
         target: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
         return graph.call_function(target, (wide_a, turned, torch.float32))
+
+
+def _counts(graph: fx.Graph, like: fx.Node, size: int) -> tuple[fx.Node, int]:
+    """The graph's zeros for programs to count in, and the first one that nobody has yet: one kernel makes them all."""
+    size = math.ceil(size / 4) * 4  # so that each begins at an address that Triton takes for aligned
+    zeros = graph.find_nodes(op="call_function", target=torch.ops.fxopt.zero_counts.default)
+    if not zeros:
+        node = graph.call_function(torch.ops.fxopt.zero_counts.default, (like, size))
+        node.meta["val"] = like.meta["val"].new_zeros(size, dtype=torch.int32)
+        return node, 0
+    (node,) = zeros
+    first: int = node.args[1]
+    node.args = (node.args[0], first + size)
+    node.meta["val"] = node.meta["val"].new_zeros(first + size)
+    return node, first
 
 
 def _attention_behind(a: fx.Node, reader: fx.Node) -> fx.Node | None:

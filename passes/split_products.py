@@ -149,7 +149,7 @@ def parts_of(
         before = before.next
     found: list[fx.Node | None]
     with graph.inserting_before(before):
-        if how in WEIGHTS and _constant(value):
+        if how in WEIGHTS and is_constant(value):
             whole = graph.call_function(torch.ops.fxopt.split_weight.default, (value, how))
             found = [graph.call_function(operator.getitem, (whole, i)) for i in range(WEIGHTS[how][1])]
         else:
@@ -161,7 +161,7 @@ def parts_of(
     return found
 
 
-def _constant(node: fx.Node) -> bool:
+def is_constant(node: fx.Node) -> bool:
     """Whether Inductor holds a value constant: an attribute, an input that it is about to freeze, or a view of one."""
     while node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
@@ -191,9 +191,13 @@ torch.library.impl("fxopt::split_weight", ("CPU", "CUDA"), _split_weight)
 
 torch.library.define(
     "fxopt::split_gemm",
-    "(Tensor a_hi, Tensor a_lo, Tensor a_scale, Tensor b_hi, Tensor b_lo, Tensor b_scale, Tensor? bias, int[] tile)"
-    " -> Tensor",
+    "(Tensor a_hi, Tensor a_lo, Tensor a_scale, Tensor b_hi, Tensor b_lo, Tensor b_scale, Tensor? bias, int[] tile,"
+    " Tensor? counts=None, int first=0) -> Tensor",
 )
+#: int32 zeros for the programs of `split_gemm` to count in; they are zero again after it, so that others can go on with
+#: them. Takes a tensor of the graph, for Inductor would fold what depends on nothing, and calls at the same time must
+#: not share them.
+torch.library.define("fxopt::zero_counts", "(Tensor like, int size) -> Tensor")
 torch.library.define(
     "fxopt::scaled_gemm", "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[] tile) -> Tensor"
 )
@@ -211,7 +215,10 @@ def _shape(a: torch.Tensor, b: torch.Tensor, tile: Sequence[int]) -> list[Any]:
 
 
 @torch.library.register_fake("fxopt::split_gemm")
-def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+def _(
+    a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any, counts: Any = None,
+    first: int = 0,
+) -> torch.Tensor:  # fmt: skip
     return a_hi.new_empty(_shape(a_hi, b_hi, tile), dtype=torch.float32)
 
 
@@ -222,7 +229,7 @@ def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch
 
 def _reference(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Sequence[int]) -> torch.Tensor:
     """What the operators give, from values in fp32: [.., M, K] @ [.., N, K]^T, in shares along K."""
-    shares, step = tile[3], tile[2]
+    shares, step = max(tile[3], 1), tile[2]
     steps = math.ceil(a.shape[-1] / step)
     length = math.ceil(steps / shares) * step
     parts = [a[..., i * length : (i + 1) * length] @ b[..., i * length : (i + 1) * length].mT for i in range(shares)]
@@ -231,8 +238,19 @@ def _reference(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile
     return parts[0] if shares == 1 else torch.stack(parts, -3)
 
 
+def _zero_counts(like: torch.Tensor, size: int) -> torch.Tensor:
+    return like.new_zeros(size, dtype=torch.int32)
+
+
+torch.library.register_fake("fxopt::zero_counts", _zero_counts)
+torch.library.impl("fxopt::zero_counts", ("CPU", "CUDA"), _zero_counts)
+
+
 @torch.library.impl("fxopt::split_gemm", "CPU")
-def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+def _(
+    a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any, counts: Any = None,
+    first: int = 0,
+) -> torch.Tensor:  # fmt: skip
     return _reference(_rows(joined(a_hi, a_lo, a_scale), b_hi), joined(b_hi, b_lo, b_scale), bias, tile)
 
 
@@ -242,11 +260,15 @@ def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch
 
 
 @torch.library.impl("fxopt::split_gemm", "CUDA")
-def _(a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
+def _(
+    a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any, counts: Any = None,
+    first: int = 0,
+) -> torch.Tensor:  # fmt: skip
     from passes.kernels.launch import gemm
 
     out = a_hi.new_empty(_shape(a_hi, b_hi, tile), dtype=torch.float32)
-    gemm((a_hi, a_lo, a_scale), (b_hi, b_lo, b_scale), bias, out, tuple(tile))
+    mine = None if counts is None else counts[first:]
+    gemm((a_hi, a_lo, a_scale), (b_hi, b_lo, b_scale), bias, out, tuple(tile), mine)
     return out
 
 

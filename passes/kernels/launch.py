@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-#: BM, BN, BK, shares along K, warps, stages
+#: BM, BN, BK, shares along K (0: an even part of all steps to each program), warps, stages
 Tile = tuple[int, int, int, int, int, int]
 #: warps of a tile of `split_gemm_hopper`: two groups that multiply, and one that fetches
 HOPPER = 12
@@ -69,11 +69,13 @@ def gemm(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     tile: Tile,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Run the kernel: a is planes [.., M, K] and scales [.., M, blocks], or [.., M, blocks, block] and
     [.., M, blocks, 1]; b planes [.., N, K] and scales [.., N, 1].
 
-    Planes are fp16, or int16 that hold fp16's bits; their low one is None for a single product.
+    Planes are fp16, or int16 that hold fp16's bits; their low one is None for a single product. counts: `needed_counts`
+    int32 zeros, which no other launch may use at the same time, and which are zeros again after it (None: new ones).
     """
     import triton
 
@@ -105,6 +107,8 @@ def gemm(
     left_alone = batch > 1 or (single and blocks > 1)
     if warps == HOPPER and (left_alone or not all(_fetchable(plane) for plane in planes)):
         warps, stages = 8, 3 if single or bn == 128 else 2
+    even = shares == 0 and warps == HOPPER
+    shares = max(shares, 1)
     with torch.cuda.device(out.device):
         if warps == HOPPER:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -112,7 +116,7 @@ def gemm(
             from passes.kernels import direct
             from passes.kernels import split_gemm_hopper as hopper
 
-            programs = min(tiles * shares, multiprocessors(out.device))
+            programs = min(tiles * (triton.cdiv(k, bk) if even else shares), multiprocessors(out.device))
             kernel: Any
             pointers: tuple[Any, ...]
             numbers: tuple[int, ...]
@@ -124,8 +128,13 @@ def gemm(
             else:
                 kernel, boxes = hopper.split_gemm_hopper, [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
                 pointers = (a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out)
+                if even:
+                    counts = out.new_zeros(2 * tiles, dtype=torch.int32) if counts is None else counts
+                    pointers += (out.new_empty(programs * bm * bn), counts)
+                else:
+                    pointers += (out, out)
                 numbers = (m, n, k, shares, blocks, a_hi.stride(0), b_hi.stride(0))
-                constants = (bm, bn, bk, block, padded, stages, has_bias, 8)
+                constants = (bm, bn, bk, block, padded, stages, has_bias, 8, even)
 
             def first() -> Any:
                 descriptors = [
@@ -183,6 +192,11 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def needed_counts(m: int, n: int, tile: Tile) -> int:
+    """How many int32 the kernel counts in: none where its tiles are not shared between programs."""
+    return 2 * math.ceil(m / tile[0]) * math.ceil(n / tile[1]) if tile[3] == 0 else 0
+
+
 # ---- which tile ----
 
 
@@ -204,6 +218,11 @@ def options(product: Product, multiprocessors: int, hopper: bool = False) -> lis
         # Time in steps of a full multiprocessor, and a few of them to begin and end a tile; a small tile fetches more
         # for each multiply-add.
         weight = bm * bn * (1 + 64 / bm * 64 / bn) * (0.8 if warps == HOPPER and product.terms == 3 else 1)
+        idle = math.ceil(tiles / multiprocessors) * multiprocessors - tiles
+        if warps == HOPPER and product.terms == 3 and idle > tiles / 10:
+            # The programs have an even number of steps, and a few more to hand sums on.
+            steps = math.ceil(tiles * math.ceil(product.k / bk) / multiprocessors) + 5
+            found.append((weight * steps, (bm, bn, bk, 0, warps, stages)))
         for shares in (1, 2, 4):
             if shares > 1 and (tiles * shares > 3 * multiprocessors or product.k < 128 * shares):
                 continue
@@ -300,7 +319,10 @@ def _code_of(what: Product | Convolution) -> str:
 
 def _sound(found: Any) -> bool:
     """Whether this is a time, or a tile and a time."""
-    return isinstance(found, list) and len(found) in (1, 7) and all(0 < float(v) < math.inf for v in found)
+    if not isinstance(found, list) or len(found) not in (1, 7):
+        return False
+    *tile, took = map(float, found)
+    return 0 < took < math.inf and all(0 < v < math.inf or (v == 0 and i == 3) for i, v in enumerate(tile))
 
 
 def choices_in(folder: Path | None) -> Choices:
@@ -326,17 +348,18 @@ def measure_tiles(product: Product, device: torch.device) -> list[float]:
         copies = _copies(b)
         scales = [torch.ones(*lead, p.m, p.k // p.block if p.block else 1, device=device)]
         scales.append(torch.ones(*lead, p.n, 1, device=device))
-        for tile in options(p, multiprocessors(device), has_hopper(device))[: 7 if p.terms == 3 else 10]:
-            out = torch.empty(p.batch, tile[3], p.m, p.n, device=device)
-            bias = torch.ones(p.n, device=device) if p.bias and tile[3] == 1 else None
+        for tile in options(p, multiprocessors(device), has_hopper(device))[: 9 if p.terms == 3 else 10]:
+            out = torch.empty(p.batch, max(tile[3], 1), p.m, p.n, device=device)
+            bias = torch.ones(p.n, device=device) if p.bias and tile[3] <= 1 else None
+            counts = torch.zeros(needed_counts(p.m, p.n, tile), dtype=torch.int32, device=device)
 
-            def call(i: int, tile: Tile = tile, out: torch.Tensor = out, bias: torch.Tensor | None = bias) -> None:
+            def call(i: int, tile: Tile = tile, out: Any = out, bias: Any = bias, counts: Any = counts) -> None:
                 right = copies[i % len(copies)]
                 low = (a, right) if p.terms == 3 else (None, None)
-                gemm((a, low[0], scales[0]), (right, low[1], scales[1]), bias, out, tile)
+                gemm((a, low[0], scales[0]), (right, low[1], scales[1]), bias, out, tile, counts)
 
             try:
-                took = _time(call) + (tile[3] - 1) * out.numel() * 4 / 3e6  # reading the other shares, at 3 TB/s
+                took = _time(call) + max(tile[3] - 1, 0) * out.numel() * 4 / 3e6  # reading the other shares, at 3 TB/s
             except Exception:  # more shared memory or registers than this chip has
                 continue
             if took < best[-1]:

@@ -5,6 +5,12 @@ the tile each, multiply. Each issues the three products of a step at once and wa
 to its registers the other keeps the tensor cores at work: in plain Triton both wait for each other at every product.
 The programs are persistent, so that the next tile's first operands arrive while this one is written.
 
+Where the tiles are few and do not fill the chip (72 tiles on 132 multiprocessors take as long as 132 would), EVEN gives
+every program the same number of steps along K, wherever in a tile they begin and end. Whoever has a tile's last step
+finishes it: the others leave their sums in memory, and it adds them in the order of K. This is the "Stream-K" of Osama,
+Merrill, Cecka, Garland and Owens (2023). A program begins with the sums that it leaves to another one, and only ever
+waits for programs that were launched before it, so that none can wait for one that has no place to run yet.
+
 `scaled_gemm_hopper` is the same for a single product: there a group may be four steps ahead of the other, so that one
 multiplies while the other writes. That matters where K is small: of 512 elements along K, a tile of fp32 results takes
 half as long to write as to compute.
@@ -25,34 +31,63 @@ LOW = gl.constexpr(2.0**-11)
 
 
 @gluon.jit
+def _pieces(M, N, K, shares, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, EVEN: gl.constexpr):
+    """(first, end, distance) of the pieces of work of this program."""
+    tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN)
+    first = gl.program_id(0)
+    end = tiles * shares
+    distance = gl.num_programs(0)
+    if EVEN:
+        steps = gl.cdiv(K, BK)
+        begin = gl.program_id(0) * (tiles * steps) // gl.num_programs(0)
+        last = ((gl.program_id(0) + 1) * (tiles * steps) // gl.num_programs(0) - 1) // steps
+        # Counted from the last tile, which another program may finish: it is waited for, and so comes first.
+        first = gl.program_id(0) * 0
+        end = last - begin // steps + 1
+        distance = first + 1
+    return first, end, distance
+
+
+@gluon.jit
 def _work(
-    work, M, N, K, shares, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr
+    work, M, N, K, shares, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
-    """(row, column, share, first step, last step) of a piece of work."""
+    """(row, column, share, first step, last step, tile) of a piece of work."""
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
-    split = work // (tiles_m * tiles_n)
-    tile = work % (tiles_m * tiles_n)
+    steps = gl.cdiv(K, BK)
+    if EVEN:
+        total = tiles_m * tiles_n * steps
+        mine = gl.program_id(0) * total // gl.num_programs(0)
+        others = (gl.program_id(0) + 1) * total // gl.num_programs(0)
+        tile = (others - 1) // steps - work
+        split = work * 0
+        begin = gl.maximum(mine - tile * steps, 0)
+        end = gl.minimum(others - tile * steps, steps)
+    else:
+        split = work // (tiles_m * tiles_n)
+        tile = work % (tiles_m * tiles_n)
+        per_split = gl.cdiv(steps, shares)
+        begin = split * per_split
+        end = gl.minimum(begin + per_split, steps)
     per_group = GROUP * tiles_n
     first = (tile // per_group) * GROUP
     rows = gl.minimum(tiles_m - first, GROUP)
-    steps = gl.cdiv(K, BK)
-    per_split = gl.cdiv(steps, shares)
-    begin = split * per_split
-    end = gl.minimum(begin + per_split, steps)
-    return first + (tile % per_group) % rows, (tile % per_group) // rows, split, begin, end
+    return first + (tile % per_group) % rows, (tile % per_group) // rows, split, begin, end, tile
 
 
 @gluon.jit
 def _fetch(
     descs, buffers, ready, empty, M, N, K, shares,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    EVEN: gl.constexpr,
 ):  # fmt: skip
     ah_desc, al_desc, bh_desc, bl_desc = descs
     ah_s, al_s, bh_s, bl_s = buffers
     filled = 0
-    for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
-        tile_m, tile_n, _, begin, end = _work(work, M, N, K, shares, BM, BN, BK, GROUP)
+    first, last, distance = _pieces(M, N, K, shares, BM, BN, BK, EVEN)
+    for work in range(first, last, distance):
+        tile_m, tile_n, _, begin, end, _ = _work(work, M, N, K, shares, BM, BN, BK, GROUP, EVEN)
         for step in range(begin, end):
             stage = filled % STAGES
             mbarrier.wait(empty.index(stage), (filled // STAGES & 1) ^ 1)
@@ -69,15 +104,17 @@ def _fetch(
 def _multiply(
     buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BLOCK: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     ah_s, al_s, bh_s, bl_s = buffers
     a_scale = pointers[2]
+    sums, counts = pointers[8], pointers[9]
     rows: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     used = 0
-    for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
-        tile_m, tile_n, split, begin, end = _work(work, M, N, K, shares, BM, BN, BK, GROUP)
+    first, last, distance = _pieces(M, N, K, shares, BM, BN, BK, EVEN)
+    for work in range(first, last, distance):
+        tile_m, tile_n, split, begin, end, tile = _work(work, M, N, K, shares, BM, BN, BK, GROUP, EVEN)
         m0 = tile_m * BM + HALF * rows
         n0 = tile_n * BN
         zeros = gl.zeros((rows, BN), gl.float32, layout)
@@ -105,10 +142,58 @@ def _multiply(
             used += 1
         if BLOCK == 0:
             total += corr * LOW
-        _finish(
-            total, pointers, m0, n0, split, M, N, K, gl.minimum(begin * BK, K), gl.minimum(end * BK, K), blocks,
-            stride_am, stride_bn, rows, BN, BLOCK, BLOCKS, HAS_BIAS, layout,
-        )  # fmt: skip
+        if EVEN:
+            steps = gl.cdiv(K, BK)
+            arrived = counts + tile * 2 + HALF
+            if end < steps:
+                _leave(total, sums, arrived, gl.program_id(0) * 2 + HALF, rows, BN, layout)
+            else:
+                if begin > 0:
+                    total = _gather(total, sums, arrived, HALF, tile, M, N, steps, BM, BN, rows, layout)
+                _finish(
+                    total, pointers, m0, n0, split, M, N, K, 0, K, blocks, stride_am, stride_bn, rows, BN, BLOCK,
+                    BLOCKS, HAS_BIAS, layout,
+                )  # fmt: skip
+        else:
+            _finish(
+                total, pointers, m0, n0, split, M, N, K, gl.minimum(begin * BK, K), gl.minimum(end * BK, K), blocks,
+                stride_am, stride_bn, rows, BN, BLOCK, BLOCKS, HAS_BIAS, layout,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _leave(total, sums, arrived, slot, ROWS: gl.constexpr, BN: gl.constexpr, layout: gl.constexpr):
+    """Leave the sums of a part of a tile to the program that finishes it."""
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, BN, gl.SliceLayout(0, layout))
+    at = row[:, None] * BN + column[None, :]
+    gl.store(sums + slot.to(gl.int64) * (ROWS * BN) + at, total)
+    # All threads' stores come before one thread's release.
+    gl.thread_barrier()
+    gl.atomic_add(arrived, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _gather(
+    total, sums, arrived, HALF: gl.constexpr, tile, M, N, steps, BM: gl.constexpr, BN: gl.constexpr,
+    ROWS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """`total` and what the programs before this one have left of its tile, in the order of K."""
+    programs = gl.num_programs(0)
+    all_steps = gl.cdiv(M, BM) * gl.cdiv(N, BN) * steps
+    # The program whose steps begin at or before the tile's first one; rounding may name the one before it.
+    first = tile * steps * programs // all_steps
+    first += ((first + 1) * all_steps // programs <= tile * steps).to(gl.int32)
+    while gl.atomic_add(arrived, 0, sem="acquire", scope="gpu") < gl.program_id(0) - first:
+        pass
+    gl.thread_barrier()
+    gl.store(arrived, 0)  # as it was, for the next launch
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, BN, gl.SliceLayout(0, layout))
+    at = row[:, None] * BN + column[None, :]
+    before = gl.zeros((ROWS, BN), gl.float32, layout)
+    for program in range(first, gl.program_id(0)):
+        # Past the first-level cache, which does not see what other multiprocessors write.
+        before += gl.load(sums + (program * 2 + HALF).to(gl.int64) * (ROWS * BN) + at, cache_modifier=".cg")
+    return before + total
 
 
 @gluon.jit
@@ -118,7 +203,7 @@ def _finish(
     HAS_BIAS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Scale the sums and write the tile; where a row or column holds raw bits, from the planes in IEEE fp32."""
-    a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out = pointers
+    a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out, _, _ = pointers
     m = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
     n = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
     if BLOCK == 0:
@@ -183,14 +268,16 @@ def _decoded(hi, lo, scale):
 
 @gluon.jit(do_not_specialize=["shares"])
 def split_gemm_hopper(
-    ah_desc, al_desc, bh_desc, bl_desc, a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out,
+    ah_desc, al_desc, bh_desc, bl_desc, a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out, sums, counts,
     M, N, K, shares, blocks, stride_am, stride_bn,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """out[s, M, N] = the s-th share along K of (a / a_scale) @ (b / b_scale)^T + bias, as `split_gemm` has it.
 
     a [M, K] and b [N, K] are contiguous along K. Grid: (programs,), one a multiprocessor. num_warps 4, maxnreg 168.
+    With EVEN there is one share, and no more programs than steps; sums is memory for [programs, BM, BN] fp32, and
+    counts [tiles, 2] int32 that are 0, before and after. Without, neither is touched.
     """
     ah_s = gl.allocate_shared_memory(gl.float16, [STAGES, BM, BK], ah_desc.layout)
     bh_s = gl.allocate_shared_memory(gl.float16, [STAGES, BN, BK], bh_desc.layout)
@@ -203,20 +290,20 @@ def split_gemm_hopper(
         mbarrier.init(empty.index(stage), count=2)
     buffers = (ah_s, al_s, bh_s, bl_s)
     descs = (ah_desc, al_desc, bh_desc, bl_desc)
-    pointers = (a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out)
+    pointers = (a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out, sums, counts)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
-                 gl.constexpr(0), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP),
+                 gl.constexpr(0), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP, EVEN),
             ),
             (
                 _multiply,
                 (buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
-                 gl.constexpr(1), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP),
+                 gl.constexpr(1), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP, EVEN),
             ),
-            (_fetch, (descs, buffers, ready, empty, M, N, K, shares, BM, BN, BK, STAGES, GROUP)),
+            (_fetch, (descs, buffers, ready, empty, M, N, K, shares, BM, BN, BK, STAGES, GROUP, EVEN)),
         ],
         [4, 1],
         [240, 24],
@@ -232,7 +319,7 @@ def _fetch_one(
     a_s, b_s = buffers
     filled = 0
     for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
-        tile_m, tile_n, _, begin, end = _work(work, M, N, K, shares, BM, BN, BK, GROUP)
+        tile_m, tile_n, _, begin, end, _ = _work(work, M, N, K, shares, BM, BN, BK, GROUP, False)
         for step in range(begin, end):
             stage = filled % STAGES
             mbarrier.wait(empty.index(stage), (filled // STAGES & 1) ^ 1)
@@ -255,7 +342,7 @@ def _multiply_one(
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     used = 0
     for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
-        tile_m, tile_n, split, begin, end = _work(work, M, N, K, shares, BM, BN, BK, GROUP)
+        tile_m, tile_n, split, begin, end, _ = _work(work, M, N, K, shares, BM, BN, BK, GROUP, False)
         total = gl.zeros((rows, BN), gl.float32, layout)
         for _ in range(begin, end):
             stage = used % STAGES

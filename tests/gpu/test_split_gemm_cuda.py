@@ -44,11 +44,12 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tiles(terms: int) -> list[launch.Tile]:
-    """Every tile that this device can run, in one share and in two."""
+    """Every tile that this device can run, in one share and in two, and in even parts where it can be."""
     known = launch.TILES if terms == 3 else launch.SINGLE_TILES
     if launch.has_hopper(DEVICE):
         known = (*known, *(launch.HOPPER_TILES if terms == 3 else launch.HOPPER_SINGLE_TILES))
-    return [(*tile[:3], shares, *tile[4:]) for tile in known for shares in (1, 2)]
+    even = [(*tile[:3], 0, *tile[4:]) for tile in known if terms == 3 and tile[4] == launch.HOPPER]
+    return [(*tile[:3], shares, *tile[4:]) for tile in known for shares in (1, 2)] + even
 
 
 def product(a, b, bias=None, tile=launch.TILES[-1], block=0, terms=3) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,3 +183,44 @@ def test_the_kernel_compiles_for_an_h200_and_uses_its_matrix_units(terms):
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
     assert compiled.metadata.shared <= 227 * 1024
+
+
+# ---------------------------------------------------------------- even parts of all steps
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 132])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(512, 2304, 768), (512, 768, 3072), (256, 2048, 2048), (100, 100, 8192), (4096, 1536, 512), (1, 1, 64)],
+)
+def test_every_step_of_a_tile_is_some_programs_and_the_last_one_waits_for_the_others(m, n, k, programs, monkeypatch):
+    hopper = pytest.importorskip("passes.kernels.split_gemm_hopper", reason="needs a Triton with Gluon for Hopper")
+    now = {"program": 0}
+    numbers = SimpleNamespace(
+        cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max, program_id=lambda axis: now["program"],
+        num_programs=lambda axis: programs,
+    )  # fmt: skip
+    monkeypatch.setattr(hopper, "gl", numbers)
+    size = 128, 128, 64
+    steps, tiles = -(-k // 64), -(-m // 128) * -(-n // 128)
+    programs = min(programs, tiles * steps)
+    done: dict[int, list[tuple[int, int, int]]] = {}
+    for program in range(programs):
+        now["program"] = program
+        mine = range(*hopper._pieces.fn(m, n, k, 1, *size, True))
+        pieces = [hopper._work.fn(at, m, n, k, 1, *size, 8, True) for at in mine]
+        left = [i for i, (*_, end, _) in enumerate(pieces) if end < steps]
+        assert left in ([], [0]), "what another program waits for comes first, and there is one place for it"
+        for _, _, split, begin, end, tile in pieces:
+            assert split == 0 and begin < end
+            done.setdefault(tile, []).append((begin, end, program))
+    assert sorted(done) == list(range(tiles))
+    all_steps = tiles * steps
+    for tile, parts in done.items():
+        parts.sort()
+        assert parts[0][0] == 0 and parts[-1][1] == steps
+        assert all(before[1] == after[0] for before, after in pairwise(parts)), "without a gap and without overlapping"
+        owners = [program for _, _, program in parts]
+        first = tile * steps * programs // all_steps  # as in `_gather`
+        first += (first + 1) * all_steps // programs <= tile * steps
+        assert owners == list(range(first, owners[-1] + 1)), "it waits for programs that were launched before it"

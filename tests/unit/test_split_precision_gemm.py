@@ -354,6 +354,48 @@ def test_of_a_frozen_weight_only_the_parts_are_left(fresh_dynamo):
     assert error(found, exact) <= max(4 * error(own, exact), FP32_FLOOR)
 
 
+@pytest.mark.parametrize("freeze", [True, False])
+def test_products_in_even_parts_count_in_zeros_that_one_operator_makes_anew_in_each_call(
+    freeze, fresh_dynamo, monkeypatch
+) -> None:
+    """Folded into the code they would be there once for all calls, those at the same time on other streams included."""
+    even: launch.Tile = (128, 64, 64, 0, launch.HOPPER, 4)
+    monkeypatch.setattr(launch.Choices, "tile", lambda *given: (even, 1.0))
+    model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 200), nn.ReLU(), nn.Linear(200, 32)).eval()
+    x = values(160, 256)
+    made, _, inputs, _ = compiled(OnCpu(), model, x, freeze=freeze)
+    (zeros,) = calls(made.post_grad, torch.ops.fxopt.zero_counts.default)
+    products = calls(made.post_grad, SPLIT)
+    assert all(tuple(node.args[7]) == even and node.args[8] is zeros for node in products)
+    needed = [2 * 2 * tiles for tiles in (32, 4, 1)]  # two tiles of 160 rows
+    firsts = [node.args[9] for node in products]
+    assert firsts == [0, needed[0], needed[0] + needed[1]] and zeros.args[1] == sum(needed)
+    assert zeros.meta["val"].shape == (sum(needed),) and zeros.meta["val"].dtype == torch.int32
+    with torch.no_grad():
+        (found,) = made.flat(inputs)(*inputs)
+        own = model(x)
+        exact = model.double()(x.double())
+    assert error(found, exact) <= max(4 * error(own, exact), FP32_FLOOR)
+
+
+def test_a_product_of_constants_in_even_parts_counts_in_zeros_of_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(launch.Choices, "tile", lambda *given: ((128, 64, 64, 0, launch.HOPPER, 4), 1.0))
+
+    class Constants(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", values(64, 64))
+
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return self.a @ w
+
+    result = run(Constants(), values(64, 48))
+    (product,) = calls(result.module, SPLIT)
+    held = any(node.op == "get_attr" for node in result.module.graph.nodes)
+    assert not calls(result.module, torch.ops.fxopt.zero_counts.default) or not held
+    assert len(product.args) == (8 if held else 10)
+
+
 @pytest.mark.parametrize("how", split_products.WEIGHTS)
 def test_a_weight_split_by_one_operator_is_what_the_graph_would_make_of_it(how) -> None:
     weight = values(256, 96)

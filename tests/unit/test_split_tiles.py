@@ -53,7 +53,10 @@ def test_every_option_is_a_tile_that_the_kernel_takes(shape, terms, hopper):
     assert found and len(set(found)) == len(found)
     for bm, bn, bk, shares, warps, stages in found:
         assert all(size >= 16 and size & (size - 1) == 0 for size in (bm, bn, bk))
-        assert shares in (1, 2, 4) and (shares == 1 or product.k >= 128 * shares)
+        if shares == 0:
+            assert warps == launch.HOPPER
+        else:
+            assert shares in (1, 2, 4) and (shares == 1 or product.k >= 128 * shares)
         assert warps in (4, 8) or (hopper and warps == launch.HOPPER)
         planes = 2 if terms == 3 else 1
         assert (bm + bn) * bk * 2 * planes * stages <= 227 * 1024, "shared memory of an H200, in bytes"
@@ -69,6 +72,17 @@ def test_a_block_of_scales_is_whole_steps_of_every_tile():
 def test_no_tile_is_mostly_padding(m, n):
     for bm, bn, *_ in launch.options(Product(m, n, 768), H200):
         assert bm <= max(64, 2 * m) and bn <= max(64, 2 * n)
+
+
+def test_steps_are_dealt_out_evenly_on_hopper_where_whole_tiles_would_leave_many_multiprocessors_without_work():
+    def even(product, hopper=True):
+        return [tile for tile in launch.options(product, H200, hopper) if tile[3] == 0]
+
+    assert even(Product(512, 2304, 768)), "72 tiles"
+    assert all(tile[4] == launch.HOPPER for tile in even(Product(512, 2304, 768)))
+    assert not even(Product(512, 2304, 768), hopper=False)
+    assert not even(Product(512, 2304, 768, terms=1))
+    assert not even(Product(8192, 8192, 768)), "4096 tiles"
 
 
 def test_k_is_shared_out_only_where_the_tiles_do_not_fill_the_device():
