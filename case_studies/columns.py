@@ -80,7 +80,9 @@ class TrainingStep:
 
 @dataclass
 class Column:
-    """One column. precision: its class, or fxopt's error budget. slow: compiled last. reports: fxopt's, once built."""
+    """One column. precision: its class, or fxopt's error budget. slow: compiled last. reports: fxopt's, once built.
+    ablated: whether building it ablates its passes.
+    """
 
     name: str
     precision: str
@@ -88,6 +90,7 @@ class Column:
     slow: bool = False
     objective: str = ""
     reports: list[Any] = field(default_factory=list)
+    ablated: bool = False
 
 
 def names(precisions: Sequence[str], objectives: Sequence[str]) -> list[tuple[str, str]]:
@@ -126,9 +129,11 @@ def columns(
     for precision, name in wanted:
         reports: list[Any] = []
         objective = why = ""
+        ablates = False
         if name.startswith("fxopt"):
             objective = name.removeprefix("fxopt").lstrip("_") or DEFAULT_OBJECTIVE
             options = _options(device, precision, objective, plan_dir, tuning_limit, ablated)
+            ablates = options.get("ablate", False)
             build = partial(_fxopt, model, inputs, options, f"{name}_{precision}", reports, trains)
         else:
             build = partial(_competitor, model, name, device, trains)
@@ -138,7 +143,7 @@ def columns(
                 why = no_bf16
         context = partial(runner.fp32_matmuls, tf32=precision == "tf32" and not objective) if cuda else nullcontext
         variant = Variant(f"{name} {precision}", build, not why, why, context, compiles=not name.startswith("eager"))
-        made.append(Column(name, precision, variant, name.startswith("max_autotune"), objective, reports))
+        made.append(Column(name, precision, variant, name.startswith("max_autotune"), objective, reports, ablates))
     return made
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from case_studies import columns, show
-from case_studies.comparison import How, compare_workload, tune_column
+from case_studies.comparison import LATE, How, compare_workload, tune_column
 from case_studies.workloads import COMPARED
 from profiler_core.files import write_atomically
 
@@ -78,8 +78,9 @@ class Store:
         return self.path.parent / f"{self.path.stem}_evidence" / f"{workload}.json"
 
     def finished(self, workload: str, wanted: Iterable[tuple[str, str]]) -> bool:
-        """Whether all its rows are there, of this commit."""
-        same = (row for row in self.rows if row["workload"] == workload and self.stamp.items() <= row.items())
+        """Whether all its rows are there, of this commit, and there was time for each."""
+        mine = [row for row in self.rows if row["workload"] == workload and row["status"] != LATE]
+        same = (row for row in mine if self.stamp.items() <= row.items())
         return self.evidence(workload).exists() and set(wanted) <= {(row["precision"], row["column"]) for row in same}
 
     def put(self, workload: str, rows: Sequence[Row], evidence: Row | None) -> None:

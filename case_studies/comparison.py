@@ -34,8 +34,8 @@ class How:
     """How to measure. rounds: of wall-time blocks. windows: profiled windows of `iterations` calls, for kernel time.
 
     time_limit: seconds for the workload; no column is begun after three quarters of it. column_limit: seconds for
-    building one column. tuning_limit: fxopt's own option `time_limit`. ablate: precisions, with commas, of which each
-    kept pass is measured alone and taken away.
+    building one column, ABLATION times as many where its passes are ablated. tuning_limit: fxopt's own option
+    `time_limit`. ablate: precisions, with commas, of which each kept pass is measured alone and taken away.
     """
 
     device: str
@@ -48,6 +48,13 @@ class How:
     column_limit: float = 120.0
     tuning_limit: float = 60.0
     ablate: str = "fp32"
+
+
+#: An ablation compiles each kept pass alone and all but each: of six, twelve times what a column without it compiles
+#: about four times.
+ABLATION = 4
+#: status of a row for which there was no time; a run that resumes measures its workload again
+LATE = "out of time"
 
 
 class ColumnTimeout(BaseException):
@@ -169,9 +176,12 @@ def _build(
     """The column, built and checked and called as it will be timed; one that cannot says why in its row."""
     variant = column.variant
     if variant.available and watch.total > 0.75 * how.time_limit:
-        variant = replace(variant, available=False, why=f"the workload's {how.time_limit:g} s were spent before it")
+        why = f"the workload's {how.time_limit:g} s were spent before it"
+        _say(name, watch, f"{variant.name}: skipped, {why}")
+        return Built(variant, runner.Row(variant.name, LATE, why))
     _say(name, watch, f"{variant.name}: " + ("building" if variant.available else f"skipped, {variant.why}"))
-    left = min(how.column_limit, max(1.0, how.time_limit - watch.total))
+    limit = how.column_limit * (ABLATION if column.ablated else 1)
+    left = min(limit, max(1.0, how.time_limit - watch.total))
     try:
         with _at_most(left):
             one = runner.build_variant(variant, inputs, expected, device)
@@ -182,7 +192,7 @@ def _build(
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
     except ColumnTimeout:
-        row = runner.Row(variant.name, "skipped", f"not built within {left:.0f} s")
+        row = runner.Row(variant.name, LATE, f"not built within {left:.0f} s")
         return Built(variant, row)
     except Exception as error:  # as in build_variant: it ran once, and cannot be timed
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -63,7 +63,7 @@ class Row:
     """
 
     name: str
-    status: str  # "measured" | "skipped" | "failed"
+    status: str  # "measured" | "skipped" | "out of time" | "failed"
     why: str = ""
     kernel_ns: float | None = None
     wall_ns: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -226,7 +227,24 @@ def test_a_ratio_is_that_of_the_rounds_and_needs_six_for_an_interval() -> None:
 
 def test_no_column_is_begun_once_the_workloads_time_is_spent(tmp_path: Path) -> None:
     rows, _ = comparison.compare_workload("mlp", BASELINES[:1], replace(QUICK, time_limit=1e-6), tmp_path)
-    assert rows[0]["status"] == "skipped" and "were spent before it" in rows[0]["why"]
+    assert rows[0]["status"] == comparison.LATE and "were spent before it" in rows[0]["why"]
+
+
+@pytest.mark.parametrize(("ablate", "limit"), [("", 10.0), ("fp32", 40.0)])
+def test_a_column_whose_passes_are_ablated_has_more_time(ablate: str, limit: float, tmp_path: Path, monkeypatch):
+    given = []
+
+    @contextlib.contextmanager
+    def at_most(seconds: float):
+        given.append(seconds)
+        raise comparison.ColumnTimeout
+        yield
+
+    monkeypatch.setattr(comparison, "_at_most", at_most)
+    how = replace(QUICK, time_limit=1000.0, column_limit=10.0, ablate=ablate)
+    rows, _ = comparison.compare_workload("mlp", [("fp32", "fxopt"), ("fp32", "fxopt_kernel")], how, tmp_path)
+    assert given == [limit, 10.0]
+    assert {row["status"] for row in rows} == {comparison.LATE} and "not built within 10 s" in rows[1]["why"]
 
 
 # ---- keeping and resuming ----
@@ -246,6 +264,13 @@ def test_a_workload_is_finished_when_all_its_rows_are_of_this_commit(tmp_path: P
     assert again.finished("mlp", WANTED) and not again.finished("mlp", [*WANTED, ("fp32", "fxopt")])
     assert not compare.Store(path, {"commit": "b", "tree": "t"}).finished("mlp", WANTED)
     assert [row["workload"] for row in json.loads(path.read_text())] == ["sdpa", "mlp"]
+
+
+def test_a_workload_is_not_finished_where_there_was_no_time_for_a_column(tmp_path: Path) -> None:
+    store = compare.Store(tmp_path / "comparison.json", {"commit": "a", "tree": "t"})
+    for status, finished in ((comparison.LATE, False), ("skipped", True), ("failed", True)):
+        store.put("mlp", [{**ROW, "status": status}], EVIDENCE)
+        assert store.finished("mlp", WANTED) is finished, status
 
 
 def test_a_process_that_died_leaves_rows_that_say_so_and_is_measured_again(tmp_path: Path) -> None:
