@@ -162,10 +162,16 @@ def _multiply(
 
 
 @gluon.jit
+def _place(row, column, ROWS: gl.constexpr):
+    """Where sums lie in memory: as the threads of a warp hold them, eight rows of eight columns beside each other."""
+    return (column // 8) * (ROWS * 8) + row * 8 + column % 8
+
+
+@gluon.jit
 def _leave(total, sums, arrived, slot, ROWS: gl.constexpr, BN: gl.constexpr, layout: gl.constexpr):
     """Leave the sums of a part of a tile to the program that finishes it."""
     row, column = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, BN, gl.SliceLayout(0, layout))
-    at = row[:, None] * BN + column[None, :]
+    at = _place(row[:, None], column[None, :], ROWS)
     gl.store(sums + slot.to(gl.int64) * (ROWS * BN) + at, total)
     # All threads' stores come before one thread's release.
     gl.thread_barrier()
@@ -188,7 +194,7 @@ def _gather(
     gl.thread_barrier()
     gl.store(arrived, 0)  # as it was, for the next launch
     row, column = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, BN, gl.SliceLayout(0, layout))
-    at = row[:, None] * BN + column[None, :]
+    at = _place(row[:, None], column[None, :], ROWS)
     before = gl.zeros((ROWS, BN), gl.float32, layout)
     for program in range(first, gl.program_id(0)):
         # Past the first-level cache, which does not see what other multiprocessors write.

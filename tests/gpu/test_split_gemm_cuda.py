@@ -120,6 +120,35 @@ def test_shares_are_sums_over_parts_of_k():
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-4)
 
 
+EVEN = [tile for tile in tiles(3) if tile[3] == 0] if torch.cuda.is_available() else []
+
+
+@pytest.mark.skipif(not EVEN, reason="only Hopper's kernel deals steps out evenly")
+def test_even_parts_give_the_same_each_time_and_leave_the_counts_as_they_were():
+    for m, k, n, block in ((512, 768, 2304, 0), (512, 3072, 768, 128), (100, 8192, 130, 0), (1, 64, 8, 0)):
+        a, b, bias = split(values(m, k), block), split(values(n, k, seed=1)), values(n, seed=2)
+        for tile in EVEN:
+            counts = torch.zeros(launch.needed_counts(m, n, tile) + 8, dtype=torch.int32, device=DEVICE)
+            first, *others = (torch.ops.fxopt.split_gemm(*a, *b, bias, tile, counts, 4) for _ in range(30))
+            assert all(torch.equal(first, other) for other in others), tile
+            assert not counts.any(), tile
+
+
+@pytest.mark.skipif(not EVEN, reason="only Hopper's kernel deals steps out evenly")
+def test_even_parts_on_two_streams_at_once_with_counts_of_their_own():
+    a, b = split(values(512, 768)), split(values(2304, 768, seed=1))
+    expected = torch.ops.fxopt.split_gemm(*a, *b, None, EVEN[0])
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for _ in range(40):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(torch.ops.fxopt.split_gemm(*a, *b, None, EVEN[0]))
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, expected) for one in found)
+
+
 def test_rows_over_twelve_orders_of_magnitude():
     a, b = values(256, 512), values(200, 512, seed=1)
     a *= torch.logspace(-6, 6, 256, device=DEVICE)[:, None]

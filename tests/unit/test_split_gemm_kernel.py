@@ -224,3 +224,10 @@ def test_every_step_of_a_tile_is_some_programs_and_the_last_one_waits_for_the_ot
         first = tile * steps * programs // all_steps  # as in `_gather`
         first += (first + 1) * all_steps // programs <= tile * steps
         assert owners == list(range(first, owners[-1] + 1)), "it waits for programs that were launched before it"
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_sums_that_are_handed_on_have_a_place_each(columns):
+    hopper = pytest.importorskip("passes.kernels.split_gemm_hopper", reason="needs a Triton with Gluon for Hopper")
+    places = [hopper._place.fn(row, column, 64) for row in range(64) for column in range(columns)]
+    assert sorted(places) == list(range(64 * columns))
