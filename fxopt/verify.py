@@ -185,7 +185,7 @@ def _check_set(
     for index, true in enumerate(true_outputs):
         is_gradient = index >= count
         name = f"gradient of input {taken[index - count]}" if is_gradient else f"output {index}"
-        difference = _difference_of_form(index, tried, right, is_gradient)
+        difference = _difference_of_form(index, tried, right, true, is_gradient)
         if difference:
             tally.failures.append(f"{name}: {difference}")
         elif isinstance(right.outputs[index], torch.Tensor):
@@ -244,7 +244,7 @@ def _significant_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
 
 
-def _difference_of_form(index: int, tried: _Observed, right: _Observed, is_gradient: bool = False) -> str:
+def _difference_of_form(index: int, tried: _Observed, right: _Observed, true: Any, is_gradient: bool) -> str:
     new, old = tried.outputs[index], right.outputs[index]
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         both = isinstance(new, torch.Tensor) == isinstance(old, torch.Tensor)
@@ -258,7 +258,10 @@ def _difference_of_form(index: int, tried: _Observed, right: _Observed, is_gradi
             return f"{name} {_spelt(getattr(new, name))}, baseline {_spelt(getattr(old, name))}"
     if is_gradient:
         return ""
-    if tried.strides[index] != right.strides[index]:
+    # Inductor may return a slice of a padded product. The strides that the graph itself gives are what Dynamo has told
+    # whatever comes after it.
+    own = _significant_strides(true) if isinstance(true, torch.Tensor) and true.layout == torch.strided else None
+    if tried.strides[index] not in (right.strides[index], own):
         return (
             f"strides {tried.strides[index]}, baseline {right.strides[index]} (of dimensions longer than 1)"
         )

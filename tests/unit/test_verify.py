@@ -162,6 +162,25 @@ def test_a_new_view_of_an_input_fails():
     )
 
 
+def test_the_strides_that_the_graph_gives_are_right_where_the_baseline_returns_a_slice_of_padding():
+    class Product(nn.Module):
+        def forward(self, x, weight):
+            return (x @ weight,)
+
+    torch.manual_seed(0)
+    gm, inputs, _ = setup(Product(), torch.randn(24, 8), torch.randn(8, 10))
+
+    def padded(columns):
+        return lambda x, weight: (nn.functional.pad(x @ weight, (0, columns))[:, :10],)
+
+    def against_padding(candidate):
+        return verify(candidate, padded(2), gm, [inputs], {1}, FP32)
+
+    assert against_padding(padded(0)).ok, "strides (10, 1)"
+    assert against_padding(padded(2)).ok
+    assert "strides (16, 1), baseline (12, 1)" in against_padding(padded(6)).reason
+
+
 def test_one_wrong_element_in_a_large_output_fails_though_the_l2_norm_hides_it():
     class Wide(nn.Module):
         def forward(self, x, weight):
