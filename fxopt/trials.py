@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import fx
 
 from fxopt import ablation, measure, memory, rules, verify
 from fxopt.build import Build, Builder, at_work, why_idle
+from fxopt.calls import Calls
 from fxopt.measure import PairedResult
 from fxopt.options import Options
 from fxopt.registry import ConfigPass, Pass, RuntimePass, only_wraps, spelled
@@ -22,7 +22,6 @@ from fxopt.report.terminal import size
 from fxopt.search import Step, Trial
 from fxopt.stage import stage_of
 from fxopt.torch_api import dynamo
-from fxopt.training import Gradients
 from fxopt.warning import warn
 
 
@@ -30,30 +29,25 @@ from fxopt.warning import warn
 class Trials:
     """The candidates of one graph.
 
-    gm and inputs are Dynamo's. baseline: code that they are compared with, taking all inputs. input_sets: copies to run
-    on, which share the inputs at `held`. steady: makes every call of some code do the same. running: what measured code
-    runs in. say: progress. environment: the profile's. idle: passes that found nothing to do beside the others, and
-    why. gradients: of a graph that has some; every measured call then runs its backward as well, and the input sets
-    hold the cotangents.
+    gm and inputs are Dynamo's. baseline: code that they are compared with, taking all inputs. calls: how code is
+    called, on `input_sets`. say: progress. environment: the profile's. idle: passes that found nothing to do beside the
+    others, and why.
     """
 
     gm: fx.GraphModule
     inputs: Sequence[Any]
     builder: Builder
     baseline: Callable[..., Any]
-    input_sets: Sequence[Sequence[Any]]
-    held: frozenset[int]
+    calls: Calls
     options: Options
-    device: torch.device
     report: GraphReport
     environment: Mapping[str, Any]
-    steady: Callable[[Callable[..., Any]], Callable[..., Any]]
-    running: Callable[[], AbstractContextManager[None]]
     say: Callable[[str], None]
     noise: float = 0.0
     baseline_kernel_ns: float = 0.0
     idle: dict[str, str] = field(default_factory=dict)
-    gradients: Gradients | None = None
+    input_sets: Sequence[Sequence[Any]] = field(init=False)
+    device: torch.device = field(init=False)
     _alive: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(default_factory=weakref.WeakValueDictionary)
     _alive_code: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(
         default_factory=weakref.WeakValueDictionary
@@ -62,9 +56,11 @@ class Trials:
 
     def __post_init__(self) -> None:
         """Measures what belongs to the baseline: noise, kernel time, memory."""
+        self.device = self.calls.device
+        self.input_sets = self.calls.input_sets(self.baseline)
         self.budget = self.builder.context.budget
-        self.steady_baseline = self.steady(self.baseline)
-        with phase(self.report, "noise floor"), self.running():
+        self.steady_baseline = self.calls.steady(self.baseline)
+        with phase(self.report, "noise floor"), self.calls.running():
             self.noise = measure.noise_floor(
                 self.steady_baseline, self.input_sets, device=self.device, time_limit_s=self._share_s
             )
@@ -100,7 +96,8 @@ class Trials:
             entry.outcome, entry.reason = "failed", f"{failure}; its passes are tried one at a time"
             self.say(f"{entry.name}: {entry.reason}")
             return None
-        build = self._try(step, entry, self.steady_baseline if best is None else self.steady(best.build.fn), before)
+        current = self.steady_baseline if best is None else self.calls.steady(best.build.fn)
+        build = self._try(step, entry, current, before)
         what = f"without {step.subject.name}: " if step.removal else ""
         timed = f"{entry.paired.ratio:.2f}x the best so far" if entry.paired is not None else ""
         self.say(f"{what}{entry.name}: {entry.reason or timed}")
@@ -157,7 +154,7 @@ class Trials:
         if build is not None:
             return build
         same = self._alive_code.get(_key([p for p in passes if not only_wraps(p)]))
-        if self.gradients is not None:
+        if self.calls.gradients is not None:
             same = None  # its backward is wrapped where autograd finds it, once for all
         if same is None:
             return self.hold(self.builder.build(passes))
@@ -188,30 +185,30 @@ class Trials:
             if not build.effective:
                 entry.outcome, entry.reason = "rejected", _idle(build)
                 return None
-            with phase(report, "measure memory"), self.running():
-                entry.peak_bytes = self._peak(self.steady(build.fn))
+            with phase(report, "measure memory"), self.calls.running():
+                entry.peak_bytes = self._peak(self.calls.steady(build.fn))
                 # Nothing more for code that an earlier trial left: it was allocated before this one.
                 build.held_bytes += max(0, memory.allocated(self.device) - before)
                 entry.memory_bytes = max(memory.extra_bytes(build, self.inputs), build.held_bytes)
             if reason := self._too_large(entry):
                 entry.outcome, entry.reason = "rejected", reason
                 return None
-            with phase(report, "verify"), self.running():
+            with phase(report, "verify"), self.calls.running():
                 entry.verdict = verify.verify(
-                    self._whole(build.fn),
-                    self._whole(self.baseline),  # without putting back, which hides what other values lead to
+                    self.calls.whole(build.fn),
+                    self.calls.whole(self.baseline),  # without putting back, which hides what other values lead to
                     dynamo.copy_graph(self.gm),
                     self.input_sets,
-                    self.held,
+                    self.calls.held,
                     self.budget,
                     logits=self.options.logits,
-                    gradients=self.gradients,
+                    gradients=self.calls.gradients,
                 )
             if not entry.verdict.ok:
                 entry.outcome, entry.reason = "rejected", f"wrong: {entry.verdict.reason}"
                 return None
-            with phase(report, "compare"), self.running():
-                steady = self.steady(build.fn)
+            with phase(report, "compare"), self.calls.running():
+                steady = self.calls.steady(build.fn)
                 entry.kernel_ns = self.kernel_ns(steady)
                 entry.paired = self.compare(current, steady)
             entry.labels = rules.label_graph(
@@ -225,9 +222,6 @@ class Trials:
             where = f" ({stage_of(error)})" if stage_of(error) else ""
             warn(f"the candidate {entry.name} failed and was dropped{where}: {entry.reason}")
             return None
-
-    def _whole(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fn if self.gradients is None else self.gradients.of(fn)
 
     def _peak(self, fn: Callable[..., Any]) -> int | None:
         return memory.peak_bytes(lambda: fn(*self.input_sets[0]), self.device)
@@ -302,9 +296,9 @@ class Trials:
 
     def confirm(self, best: Trial) -> bool:
         """Compares the best with the baseline once more, by the objective; what was found is in the report."""
-        report, fn, entry = self.report, self.steady(best.build.fn), best.entry
+        report, fn, entry = self.report, self.calls.steady(best.build.fn), best.entry
         by_kernels = self.options.objective == "kernel"
-        with phase(report, "compare"), self.running():
+        with phase(report, "compare"), self.calls.running():
             wall = report.ratio = self.compare(self.steady_baseline, fn)
             kernels = report.kernel_ratio = self.compare_kernels(self.steady_baseline, fn) if by_kernels else None
         tied = kernels is None or kernels.as_fast  # then the wall decides
@@ -345,8 +339,8 @@ class Trials:
                 return f"{type(error).__name__}: {error}"
             if build.errors or not build.effective:
                 return "; ".join(build.errors) or _idle(build)
-            code.append(self.steady(build.fn))
-        with self.running():
+            code.append(self.calls.steady(build.fn))
+        with self.calls.running():
             found = self.compare(code[0], code[1]), self.compare_kernels(code[0], code[1])
         self.say(f"ablation: {'+'.join(map(spelled, after))}: {found[0].ratio:.2f}x of {len(before)} passes")
         return found

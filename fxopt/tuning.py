@@ -218,16 +218,11 @@ class Tuning:
             self.tuner.inputs,
             replace(builder, record=True),
             baseline,
-            self.calls.input_sets(baseline),
-            self.calls.held,
+            self.calls,
             self.options,
-            self.device,
             self.report,
             environment,
-            self.calls.steady,
-            self.calls.running,
             self._say,
-            gradients=self.calls.gradients,
         )
 
     def verify_moved(self, plan: Plan, builder: Builder, build: Build) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from fxopt import measure, memory, trials, verify
+from fxopt.calls import Calls
 from fxopt.measure import PairedResult
 from fxopt.options import resolve_options
 from fxopt.registry import GraphPass, PassReport, RuntimePass, Stage, spelled
@@ -65,19 +65,17 @@ class Bench:
         baseline = lambda *inputs: None  # noqa: E731
         baseline.times = (100.0, 100.0)
         self.report = GraphReport()
+        gm = torch.fx.symbolic_trace(lambda: 0)
+        plain = {"static": frozenset(), "mutated": frozenset(), "wanted": ()}
         self.trials = Trials(
-            torch.fx.symbolic_trace(lambda x: x),
+            gm,
             [],
             SimpleNamespace(context=SimpleNamespace(budget=parse_precision("fp32")), build=self.build),
             baseline,
-            [[]],
-            frozenset(),
+            Calls(gm, [], **plain, device=torch.device("cpu"), count=0),
             resolve_options(options, environ={}),
-            torch.device("cpu"),
             self.report,
             {"device_type": "cpu"},
-            lambda fn: fn,
-            contextlib.nullcontext,
             lambda what: None,
         )
 
