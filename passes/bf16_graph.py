@@ -39,6 +39,7 @@ class Bf16Graph(ConfigPass):
     stage: ClassVar[Stage] = Stage.CONFIG
     precision: ClassVar[Precision] = Precision.BF16
     after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    enables: ClassVar[tuple[str, ...]] = ("gemm_epilogue",)
     conflicts: ClassVar[tuple[str, ...]] = (
         "promote_matmul_precision",
         "split_precision_gemm",

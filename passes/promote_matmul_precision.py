@@ -88,6 +88,7 @@ class PromoteMatmulPrecision(GraphPass):
     stage: ClassVar[Stage] = Stage.JOINT
     precision: ClassVar[Precision] = Precision.BF16
     after: ClassVar[tuple[str, ...]] = ("freeze_weights",)
+    enables: ClassVar[tuple[str, ...]] = ("gemm_epilogue",)
     gradients: ClassVar[bool] = True
     conflicts: ClassVar[tuple[str, ...]] = (
         "split_precision_gemm",

@@ -121,6 +121,7 @@ _REDUCTIONS = {
 _MATRIX_PRODUCTS = {
     "aten.mm",
     "aten.addmm",
+    "aten._addmm_activation",
     "aten.bmm",
     "aten.baddbmm",
     "aten.addbmm",
@@ -245,6 +246,10 @@ def _attention_backward(node: fx.Node, wrapped: bool) -> float:
     return 2.0 * prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+def _added_product(node: fx.Node, wrapped: bool) -> float:
+    return 2.0 * argument(node).numel * argument(node.args[1]).shape[-1]
+
+
 def _added_vector(node: fx.Node, wrapped: bool) -> float:
     return 2.0 * argument(node.args[1]).numel
 
@@ -265,4 +270,5 @@ _OWN_FORMULAS: dict[str, Callable[[fx.Node, bool], float]] = {
     "aten.mv": _linear,
     "aten.dot": _linear,
     "aten.addmv": _added_vector,
+    "aten._addmm_activation": _added_product,
 }

@@ -158,6 +158,35 @@ def odd_product(d: testing.Draft) -> testing.Value:
     return d.call(aten.mm.default, a, b, bound=k * a.bound * b.bound)
 
 
+def activated_product(d: testing.Draft) -> list[testing.Value]:
+    """A 16-bit product with a bias and a relu or GELU, of which now and then the sum is read elsewhere too."""
+    dtype, cast = d.choice((torch.bfloat16, torch.float16)), torch.ops.prims.convert_element_type.default
+    m, k, n = (d.choice((2, 3, 8)) for _ in range(3))
+    x, w, bias = d.operand([m, k], dtype), d.operand([k, n], dtype), d.operand([n], dtype)
+    bound = k * x.bound * w.bound
+    if d.number(3) == 2:
+        y = d.call(aten.mm.default, x, w, bound=bound)
+        y = d.call(aten.add.Tensor, y, bias, bound=bound + bias.bound)
+    else:
+        y = d.call(aten.addmm.default, bias, x, w, bound=bound + bias.bound)
+    z = y if d.number(2) else d.call(aten.permute.default, y, [1, 0], bound=y.bound)
+    if d.number(2):
+        z = d.call(aten.relu.default, z, bound=y.bound)
+    else:  # as the decomposition writes the form that the device's library computes
+        z = d.call(cast, z, torch.float32, bound=z.bound)
+        half = d.call(aten.mul.Tensor, z, 0.5, bound=z.bound)
+        if d.device.type == "cuda":
+            cube = d.call(aten.mul.Tensor, d.call(aten.mul.Tensor, z, z, bound=z.bound**2), z, bound=z.bound**3)
+            sloped = d.call(aten.add.Tensor, z, d.call(aten.mul.Tensor, cube, 0.044715, bound=z.bound**3), bound=1e9)
+            inner = d.call(aten.mul.Tensor, sloped, math.sqrt(2 / math.pi), bound=1e9)
+            gate = d.call(aten.tanh.default, inner, bound=1)
+        else:
+            gate = d.call(aten.erf.default, d.call(aten.mul.Tensor, z, math.sqrt(0.5), bound=z.bound), bound=1)
+        z = d.call(aten.mul.Tensor, half, d.call(aten.add.Tensor, gate, 1, bound=2), bound=z.bound)
+        z = d.call(cast, z, dtype, bound=z.bound)
+    return [z] if d.number(5) else [z, y]
+
+
 def plane_convolution(d: testing.Draft) -> testing.Value:
     """A 2-d convolution of several channels, whose layout is a choice."""
     channels, out = d.choice((2, 3, 4, 1)), d.choice((2, 3, 1))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.config
 from random_graph_helpers import (
+    activated_product,
     built_in,
     cast_twice,
     copied_back,
@@ -76,6 +77,10 @@ GRAPHS: dict[str, tuple[Callable[[], Any], float]] = {
     ),
     "inductor_options": (lambda: testing.graphs(device="cuda"), 0.9),
     "pad_matmul": (lambda: testing.graphs([odd_product], dynamic=False, device="cuda"), 0.5),
+    "gemm_epilogue": (
+        lambda: testing.graphs([activated_product], dynamic=False, max_nodes=8, device="cuda"),
+        0.5,
+    ),
     "remove_redundant_casts_and_copies": (
         lambda: testing.graphs([cast_twice, copied_back], dynamic=False, dtypes=[torch.float32], device="cuda"),
         0.6,

@@ -84,6 +84,16 @@ def test_cpu_flash_attention_counts_two_products_over_query_heads() -> None:
     assert cost.bytes_read == (q.numel() + 2 * kv.numel()) * 4
 
 
+def test_a_product_with_its_activation_counts_like_the_product() -> None:
+    args = [torch.randn(64), torch.randn(16, 32), torch.randn(32, 64)]
+    cost, plain = (
+        node_cost(build(op, args, torch.randn(16, 64)))
+        for op in (torch.ops.aten._addmm_activation.default, torch.ops.aten.addmm.default)
+    )
+    assert cost == plain and cost.flops == 2 * 16 * 32 * 64
+    assert is_matrix_product("aten._addmm_activation.default")
+
+
 def opaque(*shape: int) -> torch.Tensor:
     """A packed weight as Inductor records it: plain shape, strides (1, 0, ...) that mean nothing."""
     return torch.empty_strided(shape, (1, *(0,) * (len(shape) - 1)))

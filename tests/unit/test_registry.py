@@ -327,7 +327,7 @@ def test_the_built_in_passes_are_found_and_ordered():
         *("freeze_weights", "bf16_graph", "inductor_options", "rnn_redispatch"),  # config
         *("causal_mask", "merge_projections", "split_precision_attention", "split_precision_conv", "channels_last"),
         *("promote_matmul_precision", "attention_backend", "split_precision_gemm"),  # joint, after those above
-        *("onednn_linear", "pad_matmul", "remove_redundant_casts_and_copies"),  # post-grad
+        *("onednn_linear", "pad_matmul", "gemm_epilogue", "remove_redundant_casts_and_copies"),  # post-grad
         *("cudnn_algorithm", "tf32_matmul", "cuda_graphs"),  # runtime
     ]
     assert names(registry.select(None, [])) == built_in
