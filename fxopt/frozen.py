@@ -10,6 +10,9 @@ import torch
 
 from fxopt.samples import Samples
 
+_version, _gradient = attrgetter("_version"), attrgetter("grad")
+_address = torch.Tensor.data_ptr
+
 
 class StaleWeights(RuntimeError):
     """A call came with other weights than those that were folded in. `fxopt.optimize`'s module folds anew."""
@@ -30,13 +33,12 @@ class FrozenCode:
         self, fn: Callable[..., Any], kept: Sequence[int], frozen: dict[int, torch.Tensor], check_contents: bool = True
     ) -> None:
         self._fn = fn
-        self._kept = list(kept)
         positions = sorted(frozen)
-        # itemgetter of one position gives the item itself, of several a tuple.
-        self._pick: Callable[[Sequence[Any]], Any] = itemgetter(*positions) if len(positions) > 1 else _one(positions)
+        self._pick, self._pick_kept = picker(positions), picker(kept)
         self._tensors = [frozen[i] for i in positions]
-        self._check_contents = check_contents
-        self._state = self._read() if check_contents else None
+        self._versions = list(map(_version, self._tensors)) if check_contents else []
+        self._addresses = list(map(_address, self._tensors)) if check_contents else []
+        self._gradients = self._read_gradients() if check_contents else []
         self._samples = Samples(self._tensors) if check_contents else None
 
     @property
@@ -44,24 +46,33 @@ class FrozenCode:
         """Tensors that the wrapped code copies out per call, where it counts them."""
         return getattr(self._fn, "output_copies", None)
 
-    def _read(self) -> tuple[list[Any], ...]:
-        gradients = [g for g in map(attrgetter("grad"), self._tensors) if g is not None]
-        return (
-            list(map(attrgetter("_version"), self._tensors)),
-            list(map(torch.Tensor.data_ptr, self._tensors)),
-            list(map(id, gradients)),
-            list(map(attrgetter("_version"), gradients)),
-        )
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the wrapped code holds for its calls, where it counts them."""
+        return getattr(self._fn, "held_bytes", 0)
+
+    def _read_gradients(self) -> list[tuple[int, int]]:
+        return [(id(g), g._version) for g in map(_gradient, self._tensors) if g is not None]
 
     def __call__(self, *args: Any) -> Any:
-        if not all(map(is_, self._pick(args), self._tensors)):
+        tensors, samples = self._tensors, self._samples
+        if not all(map(is_, self._pick(args), tensors)):
             raise StaleWeights("the call brings other weights than those folded into this code")
-        if self._check_contents and self._read() != self._state:
-            raise StaleWeights("the weights folded into this code have changed")
-        if self._samples is not None and self._samples.changed():
-            raise StaleWeights("the weights folded into this code have changed, unseen by torch (through .data?)")
-        return self._fn(*[args[i] for i in self._kept])
+        if samples is not None:
+            if (
+                list(map(_version, tensors)) != self._versions
+                or list(map(_address, tensors)) != self._addresses
+                or self._read_gradients() != self._gradients
+            ):
+                raise StaleWeights("the weights folded into this code have changed")
+            if samples.changed():
+                raise StaleWeights("the weights folded into this code have changed, unseen by torch (through .data?)")
+        return self._fn(*self._pick_kept(args))
 
 
-def _one(positions: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    return lambda args: tuple(args[i] for i in positions)
+def picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that takes the items at `positions` out of a tuple, as a tuple; neighbours are one slice of it."""
+    first = positions[0] if positions else 0
+    if list(positions) == list(range(first, first + len(positions))):
+        return itemgetter(slice(first, first + len(positions)))
+    return itemgetter(*positions)

@@ -13,14 +13,19 @@ from fxopt.build import Build
 
 
 def extra_bytes(build: Build, inputs: Sequence[Any]) -> int:
-    """Bytes of the constants that the code holds beyond the caller's own tensors, which it may hold as well."""
+    """Bytes of the constants that the code holds beyond the caller's own tensors, which it may hold as well, and of
+    what is around it (`held_bytes`: a CUDA graph's fixed inputs and outputs).
+
+    What torch counts as allocated before and after does not tell: to capture a graph ends a library's workspace.
+    """
     own = {_address(value) for value in inputs if isinstance(value, torch.Tensor) and not value.is_mkldnn}
     shared = {
         _address(value): value.untyped_storage().nbytes()
         for value in build.compiled.constants.values()
         if not value.is_mkldnn and _address(value) in own
     }
-    return build.memory_bytes - sum(shared.values())
+    around: int = getattr(build.fn, "held_bytes", 0)
+    return build.memory_bytes - sum(shared.values()) + around
 
 
 def _address(tensor: torch.Tensor) -> int:

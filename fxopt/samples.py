@@ -49,7 +49,7 @@ class Samples:
         self._looked, self._answered = time.monotonic(), _asked
 
     def changed(self) -> bool:
-        if self._read_few() != self._few_before:
+        if self._few and self._read_few() != self._few_before:
             return True
         now = time.monotonic()
         if now - self._looked < INTERVAL and self._answered == _asked:

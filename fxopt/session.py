@@ -6,9 +6,9 @@ Dynamo leaves to eager: they become one operator each (`fxopt.rnn`), so that the
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fxopt.backend import Backend
 from fxopt.frozen import StaleWeights
 from fxopt.report.model import GraphReport, Report
 from fxopt.torch_api import rnn as tracing
+from fxopt.torch_api.calls import callable_of, set_grad_enabled
 from fxopt.tuner import FxoptWarning
 from fxopt.warning import warn
 
@@ -26,6 +27,7 @@ from fxopt.warning import warn
 MOST_FOLDS = 4
 #: the buffer that a batch normalisation in training mode counts its updates in
 _COUNTER = "num_batches_tracked"
+_counter, _version = itemgetter(_COUNTER), attrgetter("_version")
 
 
 class SessionBackend(Backend):
@@ -97,36 +99,57 @@ class OptimizedModule(nn.Module):
         """The state of all batch normalisations' counters, None where nothing rests on it."""
         if not (self._counting and self._check_weights and self._options.get("freeze")):
             return None
+        return self._read_counters()
+
+    def _read_counters(self) -> list[int]:
         # The versions: a number of batches would have to be fetched from the device.
+        try:
+            return list(map(_version, map(_counter, self._counting)))
+        except (KeyError, AttributeError, RuntimeError):  # some are gone, or inference tensors, which have none
+            pass
         counters = [held.get(_COUNTER) for held in self._counting]
         return [-1 if counter is None or counter.is_inference() else counter._version for counter in counters]
 
     def _tell_of_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Warns once of a call whose input asks for a gradient. That parameters do says nothing: they nearly all do."""
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if any(value.requires_grad for value in given):
-            self._told_of_gradients = True
-            warn(
-                "an input requires a gradient, but an optimised model in eval mode runs without: nothing reaches it "
-                "through this model; train() brings the original model back, and torch.no_grad() ends this warning"
-            )
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                self._told_of_gradients = True
+                warn(
+                    "an input requires a gradient, but an optimised model in eval mode runs without: nothing reaches "
+                    "it through this model; train() brings the original model back, and torch.no_grad() ends this "
+                    "warning"
+                )
+                return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
             _warn_of_export()
             return self.model(*args, **kwargs)
-        if self.model.training:
-            return self.model(*args, **kwargs)
-        if torch.is_grad_enabled() and not self._told_of_gradients:
+        own = self.__dict__  # where a module finds its attributes, after a search; and each call looks at many
+        model = own["_modules"]["model"]
+        if model.training:
+            return model(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self._apart(*args, **kwargs)
+        gradients = torch.is_grad_enabled()
+        if gradients and not own["_told_of_gradients"]:
             self._tell_of_gradients(args, kwargs)
-        if self._counted is not None and self._count_updates() != self._counted:
+        if own["_counted"] is not None and self._read_counters() != self._counted:
             self._fold_again("the statistics of a batch normalisation have changed", shared=False)
         while True:
-            compiled_before = self._backend.calls
+            compiled_before = own["_backend"].calls
+            call = callable_of(own["_compiled"])
             try:
-                with torch.no_grad(), tracing.traced() if self._recurrent else contextlib.nullcontext():
-                    result = self.__dict__["_compiled"](*args, **kwargs)
-                if self._recurrent and self._backend.refused:
+                set_grad_enabled(False)
+                try:
+                    if not own["_recurrent"]:
+                        return call(*args, **kwargs)
+                    with tracing.traced():
+                        result = call(*args, **kwargs)
+                finally:
+                    set_grad_enabled(gradients)
+                if self._backend.refused:
                     # Without the layers that cannot be had the rest is compiled, from the next call on.
                     self._recurrent = False
                     self._compile()
@@ -150,6 +173,12 @@ class OptimizedModule(nn.Module):
                     raise
                 self.report.messages.append(f"recurrent layers are left to eager, as Dynamo cannot trace them: {error}")
                 return result
+
+    @torch.compiler.disable(reason="fxopt.optimize has made code of this module")
+    def _apart(self, *args: Any, **kwargs: Any) -> Any:
+        """A call out of a graph that torch.compile makes around this module, and breaks here. (In torch 2.11 Dynamo
+        takes every graph for an exported one, and gets the original model.)"""
+        return self.forward(*args, **kwargs)
 
     def _fold_again(self, reason: str, shared: bool) -> None:
         self._folds += 1

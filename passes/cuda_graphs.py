@@ -11,7 +11,6 @@ memory with one that is written to.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from fxopt.frozen import picker
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import PassContext, RuntimePass, Stage
+from fxopt.torch_api.calls import current_stream_address
 from fxopt.torch_api.cuda import cublas_workspaces_of_a_capture
 
 
@@ -124,10 +125,11 @@ class _Captured:
         self.written = [i for i in tensors if i in written]
         self.fixed = [i for i in tensors if i in static or i in written]
         self.copied = [i for i in tensors if i not in self.fixed]
-        self.constants = {i: value for i, value in enumerate(args) if not isinstance(value, torch.Tensor)}
+        self.constants = [(i, value) for i, value in enumerate(args) if not isinstance(value, torch.Tensor)]
         self.args = [_copy(value) if i in self.copied else value for i, value in enumerate(args)]
-        self.inputs = _by_dtype(self.copied, self.args)
-        self._all_fixed = operator.itemgetter(*self.fixed) if len(self.fixed) > 1 else None
+        groups = _by_dtype(self.copied, self.args)
+        self.inputs = [([self.args[i] for i in group], picker(group)) for group in groups]
+        self._all_fixed = picker(self.fixed)
         self.addresses = self._addresses(args)
         # What is written to stays as it is until the first replay: only copies of it are written while warming up.
         rehearsal = [_copy(value) if i in self.written else value for i, value in enumerate(self.args)]
@@ -176,37 +178,46 @@ class _Captured:
         self.shared = [group for address, group in together.items() if address and (len(group) > 1 or gaps & {*group})]
         alone = [k for k in self.copies if not any(k in group for group in self.shared)]
         dense = [k for k in alone if self.outputs[k].layout is torch.strided]
-        self.apart = [*_by_dtype(dense, self.outputs), *([k] for k in alone if k not in dense)]
+        groups = [*_by_dtype(dense, self.outputs), *([k] for k in alone if k not in dense)]
+        self.apart = [(group, [self.outputs[k] for k in group]) for group in groups]
         # The caller's memory is the caller's to free: a replay is only ever made where it lies as it did.
         for i in self.fixed:
             self.args[i] = None
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the memory that inputs are copied into and outputs out of."""
+        held = [self.args[i] for i in self.copied] + [self.outputs[k] for k in self.copies]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held if t.layout is torch.strided}
+        return sum(storage.nbytes() for storage in storages.values())
+
     def _addresses(self, args: tuple[Any, ...]) -> list[int]:
         # Parameters are looked at one by one, for `p.data = ...` moves one without a trace; 148 take 12 us.
-        fixed = self._all_fixed(args) if self._all_fixed is not None else [args[i] for i in self.fixed]
-        return list(map(torch.Tensor.data_ptr, fixed))
+        return list(map(torch.Tensor.data_ptr, self._all_fixed(args)))
 
     def fits(self, args: tuple[Any, ...]) -> bool:
         """Whether parameters and written inputs are where they were and every other value is one that was captured."""
-        return all(args[i] == value for i, value in self.constants.items()) and self._addresses(args) == self.addresses
+        for i, value in self.constants:
+            if args[i] != value:
+                return False
+        return not self.fixed or self._addresses(args) == self.addresses
 
     def replay(self, args: tuple[Any, ...]) -> Any:
-        mine = self.args
-        for group in self.inputs:
-            if len(group) == 1:
-                mine[group[0]].copy_(args[group[0]], non_blocking=True)
+        for mine, pick in self.inputs:
+            if len(mine) == 1:
+                mine[0].copy_(pick(args)[0], True)
             else:
-                torch._foreach_copy_([mine[i] for i in group], [args[i] for i in group], non_blocking=True)
+                torch._foreach_copy_(mine, pick(args), True)
         self.graph.replay()
         if self.written:
             torch.autograd.graph.increment_version([args[i] for i in self.written])
         results = list(self.outputs)
-        for group in self.apart:
+        for group, captured in self.apart:
             if len(group) == 1:
-                results[group[0]] = self.outputs[group[0]].clone()
+                results[group[0]] = captured[0].clone()
                 continue
-            copies = [torch.empty_like(self.outputs[k]) for k in group]
-            torch._foreach_copy_(copies, [self.outputs[k] for k in group])
+            copies = list(map(torch.empty_like, captured))
+            torch._foreach_copy_(copies, captured)
             for k, copied in zip(group, copies, strict=True):
                 results[k] = copied
         for group in self.shared:
@@ -266,12 +277,19 @@ class GraphReplay:
         self._captured: list[_Captured] = []  # the one used last comes first
         self._made = 0
         self._calls = 0
+        self._index = -1 if device.index is None else device.index  # of the device; -1: of the current one
         self._stream: Any = None
+        self._address: int | None = None  # of that stream, which is asked for sooner than the stream itself
 
     @property
     def output_copies(self) -> int | None:
         """Tensors copied out per call; None before the first call."""
         return len(self._captured[0].copies) if self._captured else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the fixed inputs and outputs of all captures; what code writes in between they share."""
+        return sum(captured.held_bytes for captured in self._captured)
 
     @property
     def captures(self) -> int:
@@ -281,16 +299,21 @@ class GraphReplay:
     def __call__(self, *args: Any) -> Any:
         with self._lock:
             self._calls += 1
-            captured = self._find(args)
+            held = self._captured
+            captured = held[0] if held and held[0].fits(args) else self._find(args)
             if captured is None:
                 return self._fn(*args)
-            current = torch.cuda.current_stream()
-            if current != self._stream:
-                # The captures share memory, which belongs to one stream at a time.
-                if self._stream is not None:
-                    current.wait_stream(self._stream)
-                self._stream = current
+            address = current_stream_address(self._index)
+            if address != self._address:
+                self._follow(address)
             return captured.replay(args)
+
+    def _follow(self, address: int) -> None:
+        """The captures share memory, which belongs to one stream at a time: the current one, from now on."""
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            current.wait_stream(self._stream)
+        self._stream, self._address = current, address
 
     def _find(self, args: tuple[Any, ...]) -> _Captured | None:
         """The capture that fits, made if need be; None where the code has to be called plainly."""

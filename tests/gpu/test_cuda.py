@@ -12,6 +12,7 @@ import fxopt
 from fxopt import testing
 from fxopt.labels import Axis
 from fxopt.torch_api import inductor
+from fxopt.torch_api.calls import current_stream_address
 from fxopt.tuner import FxoptWarning
 from fxopt.verify import parse_precision
 from passes.cuda_graphs import CudaGraphs, GraphReplay
@@ -174,6 +175,13 @@ def test_replay_follows_scalars_streams_and_pass_through_outputs():
         other = replay(-a, b, 3.0)[0]
     stream.synchronize()
     assert torch.allclose(other, b - a * 3)
+
+
+def test_the_address_of_the_current_stream_is_torchs():
+    for stream in (torch.cuda.default_stream(DEVICE), torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)):
+        with torch.cuda.stream(stream):
+            addresses = {current_stream_address(0), current_stream_address(-1)}
+            assert addresses == {stream.cuda_stream} == {torch.cuda.current_stream().cuda_stream}
 
 
 class Decoder(nn.Module):

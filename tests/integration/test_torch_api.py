@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxopt.torch_api import dynamo, inductor
+from fxopt.torch_api import calls, dynamo, inductor
 
 
 class Net(nn.Module):
@@ -204,3 +204,23 @@ def test_config_patches_end_with_the_compilation():
         body=lambda gm, inputs: inductor.compile_graph(gm, inputs, patches={"max_fusion_size": 3}),
     )
     assert config.get_config_copy() == before
+
+
+def test_the_gradient_mode_is_set_as_torchs_own_function_sets_it():
+    for mode in (False, True):
+        calls.set_grad_enabled(mode)
+        assert torch.is_grad_enabled() is mode
+
+
+def test_the_callable_of_a_compiled_model_runs_its_compiled_code():
+    ran = []
+    model = Net().eval()
+    compiled = torch.compile(model, backend=lambda gm, inputs: lambda *args: ran.append(1) or gm.forward(*args))
+    call, x = calls.callable_of(compiled), torch.randn(4, 16)
+    assert torch.equal(call(x), model(x)) and ran == [1]
+    assert call is not compiled, "the module around it is left out"
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, result: None)
+    try:
+        assert calls.callable_of(compiled) is compiled
+    finally:
+        hook.remove()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_random_graphs import GraphsOnCpu, stand_in_for_cuda
 
+import passes.cuda_graphs
 from fxopt import testing
 from passes.cuda_graphs import GraphReplay
 
@@ -197,3 +198,47 @@ def test_random_numbers_and_other_kinds_of_inputs_are_refused():
     graph = testing.capture(torch.relu, torch.zeros(2))
     result = testing.run(GraphsOnCpu(), graph, inputs=["text"])
     assert result.report.refused == (("graph", "input 0 is a str"),)
+
+
+def test_a_call_on_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch):
+    class Recorded:
+        def __init__(self, address: int) -> None:
+            self.address = address
+            self.waited: list[int] = []
+
+        def wait_stream(self, other: Any) -> None:
+            self.waited.append(getattr(other, "address", 0))
+
+    streams, current = {address: Recorded(address) for address in (1, 2)}, [1]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[current[0]])
+    monkeypatch.setattr(passes.cuda_graphs, "current_stream_address", lambda index: current[0])
+    replay = replay_of(lambda x: [x + 1], set())
+    replay(torch.ones(3))
+    for stream in streams.values():
+        stream.waited.clear()  # the capture's own
+    for address in (1, 2, 2, 1):
+        current[0] = address
+        assert torch.equal(replay(torch.ones(3))[0], torch.full((3,), 2.0))
+    assert streams[2].waited == [1] and streams[1].waited == [2]
+
+
+def test_numbers_choose_the_capture():
+    replay = replay_of(lambda x, n: [x * n], set())
+    for n in (2, 3, 2, 3, 2):
+        assert torch.equal(replay(torch.ones(3), n)[0], torch.full((3,), float(n)))
+    assert replay.captures == 2
+
+
+def test_the_memory_that_a_graph_holds_is_that_of_its_copied_inputs_and_outputs():
+    from fxopt import memory
+    from fxopt.frozen import FrozenCode
+
+    weight = torch.ones(8, 8)
+    replay = replay_of(lambda x, w: [x @ w, x + 1], set(), {1})
+    assert replay.held_bytes == 0, "nothing is captured yet"
+    replay(torch.ones(4, 8), weight)
+    assert replay.held_bytes == 3 * 4 * 8 * 4, "an input and two outputs; the parameter is the caller's"
+    code = FrozenCode(replay, [0, 1], {1: weight})
+    assert code.held_bytes == replay.held_bytes
+    build = SimpleNamespace(fn=code, memory_bytes=100, compiled=SimpleNamespace(constants={}))
+    assert memory.extra_bytes(build, []) == 100 + replay.held_bytes

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, find, settings
 from random_graph_helpers import (
+    activated_product,
     built_in,
     cast_twice,
     copied_back,
@@ -46,6 +47,7 @@ from passes.bf16_graph import Bf16Graph
 from passes.cuda_graphs import CudaGraphs
 from passes.cudnn_algorithm import CudnnAlgorithm
 from passes.freeze_weights import FreezeWeights
+from passes.gemm_epilogue import GemmEpilogue
 from passes.inductor_options import InductorOptions
 from passes.onednn_linear import OnednnLinear, _mkl_linear
 from passes.pad_matmul import PadMatmul
@@ -322,6 +324,14 @@ class PadOnCpu(PadMatmul):
 
 
 @dataclass(frozen=True)
+class EpilogueOnCpu(GemmEpilogue):
+    """The pass on the CPU, where its operator computes the exact GELU, of the class bf16."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    precision: ClassVar[Precision] = Precision.BF16
+
+
+@dataclass(frozen=True)
 class SplitGemmOnCpu(SplitPrecisionGemm):
     """The pass on the CPU, where its operator has the kernel's arithmetic in torch."""
 
@@ -357,6 +367,9 @@ PASSES = {
     "cuda_graphs": Bias(lambda: testing.graphs(exclude=("random",)), 0.5, make=GraphsOnCpu),
     "inductor_options": Bias(lambda: testing.graphs(), 0.9, make=lambda: InductorOptions("max_autotune_gemm")),
     "pad_matmul": Bias(lambda: testing.graphs([odd_product], dynamic=False), 0.5, make=PadOnCpu),
+    "gemm_epilogue": Bias(
+        lambda: testing.graphs([activated_product], dynamic=False, max_nodes=8), 0.5, make=EpilogueOnCpu, quick=80
+    ),
     "remove_redundant_casts_and_copies": Bias(
         lambda: testing.graphs([cast_twice, copied_back], dynamic=False, dtypes=[torch.float32]), 0.6
     ),
@@ -485,7 +498,7 @@ def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StandInStream()
     for name, value in {
         "Stream": StandInStream,
-        "current_stream": lambda: stream,
+        "current_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "synchronize": lambda: None,
@@ -494,6 +507,7 @@ def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(passes.cuda_graphs, "cublas_workspaces_of_a_capture", contextlib.nullcontext)
+    monkeypatch.setattr(passes.cuda_graphs, "current_stream_address", lambda index: 0)
 
 
 @pytest.mark.parametrize(

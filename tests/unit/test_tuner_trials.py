@@ -187,7 +187,8 @@ def test_what_a_call_takes_at_its_peak_counts_beyond_the_baselines(monkeypatch):
 
 def test_memory_that_the_caller_holds_anyway_is_not_counted():
     weight, packed = torch.zeros(10), torch.zeros(5)
-    build = SimpleNamespace(memory_bytes=60, compiled=SimpleNamespace(constants={"w": weight.view(2, 5), "p": packed}))
+    constants = {"w": weight.view(2, 5), "p": packed}
+    build = SimpleNamespace(memory_bytes=60, compiled=SimpleNamespace(constants=constants), fn=None)
     assert memory.extra_bytes(build, [weight, 3]) == 20
     assert memory.extra_bytes(build, []) == 60
 

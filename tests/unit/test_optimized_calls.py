@@ -1,0 +1,161 @@
+"""A call of what `fxopt.optimize` gives, on its way to Dynamo: hooks, gradients and weights as any module has them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as of_modules
+
+from fxopt import session
+from fxopt.frozen import FrozenCode
+
+X = torch.tensor([[1.0, 2.0, 3.0]])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Folding:
+    """A backend that folds the weights and leaves the rest as it is: nothing is tuned or compiled."""
+
+    calls, refused = 1, ""
+    modes: ClassVar[list[bool]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        frozen = {i: value for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
+        kept = [i for i in range(len(inputs)) if i not in frozen]
+        constants = {i: value.detach().clone() for i, value in frozen.items()}
+
+        def fn(*args: Any) -> Any:
+            self.modes.append(torch.is_grad_enabled())
+            given = {**constants, **dict(zip(kept, args, strict=True))}
+            return gm.forward(*(given[i] for i in range(len(inputs))))
+
+        return FrozenCode(fn, kept, frozen)
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[session.OptimizedModule]:
+    monkeypatch.setattr(session, "SessionBackend", Folding)
+    monkeypatch.setattr(Folding, "modes", [])
+    torch._dynamo.reset()
+    yield session.optimize(Model().eval(), X)
+    torch._dynamo.reset()
+
+
+def agrees(optimized: session.OptimizedModule, x: torch.Tensor = X) -> bool:
+    return torch.equal(optimized(x), optimized.model(x))
+
+
+def test_each_kind_of_hook_runs_once_a_call(optimized):
+    seen: list[str] = []
+    optimized.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    optimized.register_forward_hook(lambda m, args, result: seen.append("after"))
+    optimized.model.register_forward_hook(lambda m, args, result: seen.append("the model's own"))
+    optimized(X)
+    assert seen == ["before", "the model's own", "after"]
+    double = optimized.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    doubled = optimized(X)
+    double.remove()
+    assert torch.equal(doubled, optimized(X * 2))
+
+
+def test_hooks_of_all_modules_are_called_as_torch_compile_calls_them(optimized):
+    """For the module that torch.compile makes, too, with its warning."""
+    seen: list[str] = []
+    hook = of_modules.register_module_forward_hook(lambda m, args, result: seen.append(type(m).__name__))
+    try:
+        with pytest.warns(UserWarning, match="global hooks"):
+            optimized(X)
+    finally:
+        hook.remove()
+    assert seen[-3:] == ["Model", "OptimizedModule", "OptimizedModule"]
+    seen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimized(X)
+    assert not seen
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_code_runs_without_gradients_and_the_mode_is_put_back(optimized, gradients):
+    with torch.set_grad_enabled(gradients):
+        assert not optimized(X).requires_grad
+        assert torch.is_grad_enabled() is gradients
+        with pytest.raises((RuntimeError, TypeError)):
+            optimized(torch.ones(1, 4))
+        assert torch.is_grad_enabled() is gradients
+    assert Folding.modes and not any(Folding.modes)
+    with torch.inference_mode():
+        assert optimized(X).is_inference() and torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+
+
+def test_every_way_to_change_the_weights_is_followed(optimized):
+    assert agrees(optimized)
+    optimized.model.layer.weight.data.mul_(2)
+    assert agrees(optimized)
+    optimized.load_state_dict(Model().state_dict())
+    assert agrees(optimized)
+    optimized.model.layer = nn.Linear(3, 2)
+    assert agrees(optimized)
+    optimized.model.layer.weight.data = torch.ones(2, 3)
+    assert agrees(optimized) and optimized._folds == 4
+
+
+def test_torch_compile_around_it_follows_its_weights(optimized):
+    alone = torch.compile(optimized, backend="eager")
+    inside = torch.compile(lambda x: optimized(x) + 1, backend="eager")
+    for change in (lambda weight: None, lambda weight: weight.data.mul_(2)):
+        change(optimized.model.layer.weight)
+        assert torch.equal(alone(X), optimized.model(X)) and torch.equal(inside(X), optimized.model(X) + 1)
+    assert torch.compile(optimized.train(), backend="eager", fullgraph=True)(X).requires_grad
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.tensor(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffers: buffers["num_batches_tracked"].add_(1),
+        lambda buffers: buffers.update(num_batches_tracked=None),
+        lambda buffers: buffers.pop("num_batches_tracked"),
+        lambda buffers: buffers.update(num_batches_tracked=of_inference()),
+    ],
+    ids=["counted on", "none", "gone", "an inference tensor"],
+)
+def test_a_change_of_any_counter_of_batches_folds_anew_once(monkeypatch, change):
+    monkeypatch.setattr(session, "SessionBackend", Folding)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).eval()
+    optimized = session.optimize(model, X)
+    for folds, layer in enumerate(model, 1):
+        change(layer._buffers)
+        assert agrees(optimized) and agrees(optimized) and optimized._folds == folds
+
+
+def test_training_runs_the_model_itself(optimized):
+    assert optimized.train()(X).requires_grad and not optimized.eval()(X).requires_grad
+
+
+def test_a_copy_has_weights_and_code_of_its_own(optimized):
+    copied = copy.deepcopy(optimized)
+    with torch.no_grad():
+        copied.model.layer.weight.zero_()
+    assert agrees(copied) and agrees(optimized) and not torch.equal(copied(X), optimized(X))
