@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxopt.call_stack import with_room
 from fxopt.options import Mode, OptionError, split_options
 from fxopt.overlap import OverlapWatch
 from fxopt.reference import clone_inputs
@@ -48,6 +49,9 @@ class Backend:
         self.calls = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return with_room(self._compile, gm, example_inputs)
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.calls += 1
         report = GraphReport()
         watch: OverlapWatch | None = None

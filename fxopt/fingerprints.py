@@ -261,7 +261,7 @@ class _Reach:
         found = [name, hashlib.sha256(_code(code)).hexdigest()]
         held = [function.__defaults__, function.__kwdefaults__, [_content(cell) for cell in function.__closure__ or ()]]
         if space.get("__file__") is None or code.co_filename.startswith("<"):
-            held.append([(name, space[name]) for name in sorted(_global_names(code)) if name in space])
+            held.append([(name, space[name]) for name in sorted(_global_names(code, space))])
         else:
             self._module(function.__module__)
         return [*found, self.plain(held, strict=False)]
@@ -329,11 +329,14 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    """Global variables that `code`, or a function inside it, reads."""
-    loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+def _global_names(code: types.CodeType, space: Mapping[str, Any]) -> set[str]:
+    """Global variables, of those in `space`, that `code` or a function inside it reads."""
+    found = space.keys() & code.co_names
+    if found:  # among them may be names of attributes; most of what dataclasses generate has neither
+        loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        found = found.intersection(step.argval for step in loads)
     inner = (item for item in code.co_consts if isinstance(item, types.CodeType))
-    return {step.argval for step in loads}.union(*map(_global_names, inner))
+    return found.union(*(_global_names(item, space) for item in inner))
 
 
 def _code(code: types.CodeType) -> bytes:

@@ -106,8 +106,9 @@ def _pack_fake(
 
 _LIBRARY.impl("rnn", _rnn, "CompositeExplicitAutograd")
 _LIBRARY.impl("rnn_pack", _pack, "CompositeExplicitAutograd")
-torch.library.register_fake("fxopt::rnn", _rnn_fake, lib=_LIBRARY)
-torch.library.register_fake("fxopt::rnn_pack", _pack_fake, lib=_LIBRARY)
+# What FakeTensor asks as well; `register_fake` looks through all modules for the place of each call, for its messages.
+_LIBRARY.impl("rnn", _rnn_fake, "Meta")
+_LIBRARY.impl("rnn_pack", _pack_fake, "Meta")
 RNN: Any = torch.ops.fxopt.rnn.default
 PACK: Any = torch.ops.fxopt.rnn_pack.default
 

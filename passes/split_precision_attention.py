@@ -119,7 +119,7 @@ SPLIT_ATTENTION = torch.ops.fxopt.split_attention.default
 SPLIT_ATTENTION_SPLIT = torch.ops.fxopt.split_attention_split.default
 
 
-@torch.library.register_fake("fxopt::split_attention_split")
+@torch.library.impl("fxopt::split_attention_split", "Meta")
 def _fake_split(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, head_dim = given[0].shape
     hi, lo = (given[0].new_empty((batch, length, heads, head_dim), dtype=torch.int16) for _ in range(2))
@@ -138,12 +138,14 @@ def _reference_split(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return split(SPLIT_ATTENTION(*given).transpose(1, 2))
 
 
-@torch.library.register_fake("fxopt::split_attention")
 def _fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, causal: bool
 ) -> torch.Tensor:
     batch, heads, length, head_dim = q.shape
     return q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+torch.library.impl("fxopt::split_attention", "Meta", _fake)
 
 
 @torch.library.impl("fxopt::split_attention", "CUDA")

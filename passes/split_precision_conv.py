@@ -61,7 +61,14 @@ def _out_size(size: int, window: int, stride: int, padding: int, dilation: int) 
     return (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
 
 
-@torch.library.custom_op("fxopt::split_conv", mutates_args=(), device_types="cpu")
+torch.library.define(
+    "fxopt::split_conv",
+    "(Tensor x_high, Tensor? x_low, Tensor x_scale, Tensor w_high, Tensor? w_low, Tensor w_scale, Tensor? bias,"
+    " SymInt[] window, SymInt[] stride, SymInt[] padding, SymInt[] dilation) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
 def split_conv(
     x_high: torch.Tensor,
     x_low: torch.Tensor | None,
@@ -112,6 +119,9 @@ def split_conv(
     return result if bias is None else result + bias
 
 
+torch.library.impl("fxopt::split_conv", "CPU", split_conv)
+
+
 def _empty(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -124,12 +134,12 @@ def _empty(
     return x.new_empty((x.shape[0], heights, widths, w.shape[0]), dtype=torch.float32)
 
 
-@split_conv.register_fake
+@torch.library.impl("fxopt::split_conv", "Meta")
 def _(x_high, x_low, x_scale, w_high, w_low, w_scale, bias, window, stride, padding, dilation):
     return _empty(x_high, w_high, window, stride, padding, dilation)
 
 
-@split_conv.register_kernel("cuda")
+@torch.library.impl("fxopt::split_conv", "CUDA")
 def _(x_high, x_low, x_scale, w_high, w_low, w_scale, bias, window, stride, padding, dilation):
     from passes.kernels import split_conv as triton_kernel
 

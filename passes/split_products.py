@@ -186,8 +186,8 @@ def _split_weight(weight: torch.Tensor, how: str) -> list[torch.Tensor]:
     return list(WEIGHTS[how][0](weight))
 
 
-torch.library.register_fake("fxopt::split_weight", _split_weight)
-torch.library.impl("fxopt::split_weight", ("CPU", "CUDA"), _split_weight)
+# FakeTensor asks what is registered for Meta; `register_fake` looks through all modules, for its messages.
+torch.library.impl("fxopt::split_weight", ("CPU", "CUDA", "Meta"), _split_weight)
 
 torch.library.define(
     "fxopt::split_gemm",
@@ -214,7 +214,7 @@ def _shape(a: torch.Tensor, b: torch.Tensor, tile: Sequence[int]) -> list[Any]:
     return [*a.shape[:-2], *([tile[3]] if tile[3] > 1 else []), a.shape[-2], b.shape[-2]]
 
 
-@torch.library.register_fake("fxopt::split_gemm")
+@torch.library.impl("fxopt::split_gemm", "Meta")
 def _(
     a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any, counts: Any = None,
     first: int = 0,
@@ -222,7 +222,7 @@ def _(
     return a_hi.new_empty(_shape(a_hi, b_hi, tile), dtype=torch.float32)
 
 
-@torch.library.register_fake("fxopt::scaled_gemm")
+@torch.library.impl("fxopt::scaled_gemm", "Meta")
 def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
     return a.new_empty(_shape(a, b, tile), dtype=torch.float32)
 
@@ -242,8 +242,7 @@ def _zero_counts(like: torch.Tensor, size: int) -> torch.Tensor:
     return like.new_zeros(size, dtype=torch.int32)
 
 
-torch.library.register_fake("fxopt::zero_counts", _zero_counts)
-torch.library.impl("fxopt::zero_counts", ("CPU", "CUDA"), _zero_counts)
+torch.library.impl("fxopt::zero_counts", ("CPU", "CUDA", "Meta"), _zero_counts)
 
 
 @torch.library.impl("fxopt::split_gemm", "CPU")

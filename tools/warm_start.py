@@ -10,13 +10,15 @@ A small GPT (with a mask, so that a pass has something to do) is compiled in new
     frozen      fxopt.optimize, and a plan that freezes the weights
 
 For each a first process fills the caches; fxopt's tunes there, and takes every candidate that is right for faster, so
-that it is known what is in the plan. Measured is the time from before the interpreter is started to the first result
-(`seconds`), and how much of it full garbage collections took: one takes 0.2 s, and comes when a quarter of all objects
-are new, which some sizes of the model reach before their first result and others just after (`--layers` shows it), with
-fxopt or without. `relative` compares what is left without them. Processes that do nothing else say what `import fxopt`
-and the backend's own modules add to `import torch`, by the least of each. The exit code is 1 where a variant that
-freezes nothing takes more than 5 % longer than plain torch.compile, where an import of fxopt takes 100 ms or more, or
-where a process measured something or gave another result.
+that it is known what is in the plan. Python's bytecode is one of these caches, in a folder of its own, for torch and
+fxopt alike: pip writes it for what it installs, and a clone has none where PYTHONDONTWRITEBYTECODE is set. Measured is
+the time from before the interpreter is started to the first result (`seconds`), and how much of it full garbage
+collections took: one takes 0.2 s, and comes when a quarter of all objects are new, which some sizes of the model reach
+before their first result and others just after (`--layers` shows it), with fxopt or without. `relative` compares what
+is left without them. Processes that do nothing else say what `import fxopt` and the backend's own modules add to
+`import torch`, by the least of each. The exit code is 1 where a variant that freezes nothing takes more than 5 % longer
+than plain torch.compile, where an import of fxopt takes 100 ms or more, or where a process measured something or gave
+another result.
 """
 
 from __future__ import annotations
@@ -159,7 +161,7 @@ def _every_candidate_is_faster() -> None:
 
 
 def in_new_process(variant: str, layers: int, folder: Path, tuning: bool) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FXOPT_")}
+    environment = _environment(folder.parent)
     environment |= {"FXOPT_PLAN_DIR": str(folder / "plans"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     answer = folder / "answer.json"
     command = [sys.executable, __file__, "--only", variant, "--layers", str(layers), "--json", str(answer)]
@@ -174,10 +176,17 @@ def in_new_process(variant: str, layers: int, folder: Path, tuning: bool) -> dic
     return {**found, "seconds": seconds, "outside_seconds": outside, "cpu_seconds": _cpu_seconds() - before}
 
 
-def import_seconds(code: str) -> tuple[float, float]:
+def _environment(folder: Path) -> dict[str, str]:
+    """The environment without fxopt's options, and with a place for bytecode under `folder`."""
+    left = {name: value for name, value in os.environ.items() if not name.startswith("FXOPT_")}
+    left.pop("PYTHONDONTWRITEBYTECODE", None)
+    return {**left, "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+
+
+def import_seconds(code: str, folder: Path) -> tuple[float, float]:
     """Wall and CPU time of a process that only runs `code`."""
     before, started = _cpu_seconds(), time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code], env=_environment(folder), check=True, cwd=ROOT)
     return time.perf_counter() - started, _cpu_seconds() - before
 
 
@@ -243,7 +252,7 @@ def main() -> int:
             for variant in rotated(VARIANTS, number):
                 runs[variant].append(in_new_process(variant, arguments.layers, folders[variant], tuning=False))
             for what in rotated(tuple(IMPORTS), number):
-                imports[what].append(import_seconds(IMPORTS[what]))
+                imports[what].append(import_seconds(IMPORTS[what], Path(name)))
             print(f"run {number + 1} of {arguments.runs}", file=sys.stderr, flush=True)
     failed = [problem for variant in VARIANTS for problem in problems(variant, first[variant], runs[variant])]
     seconds, outside = medians(runs, "seconds"), medians(runs, "outside_seconds")

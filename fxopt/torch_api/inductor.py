@@ -5,6 +5,8 @@ Tested with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import fxopt.torch_api.preload  # isort: skip  # noqa: F401  # before any module of Inductor's
+
 import contextlib
 import sys
 import time

@@ -328,3 +328,14 @@ def test_a_convolution_that_cudnn_computes_faster_in_tf32_is_left_to_it(monkeypa
         launch.Convolution((2, 16, 6, 6), (32, 16, 1, 1), (2, 2), (0, 0), (1, 1)),
     ]
     assert [candidate.refused for candidate in OnCpu(3).candidates(graph.graph, context)] == ["", ""]
+
+
+@pytest.mark.parametrize("terms", [3, 1])
+def test_the_operator_keeps_what_torch_asks_of_operators(terms):
+    x = split_rows(values(2, 7, 6, 32), terms)
+    w = split_rows(values(20, 3 * 2 * 32, seed=1), terms)
+    torch.library.opcheck(
+        SPLIT,
+        (*x, *w, values(20, seed=2), [3, 2], [2, 1], [0, 1], [1, 2]),
+        test_utils=("test_schema", "test_faketensor"),
+    )
