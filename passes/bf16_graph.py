@@ -12,7 +12,8 @@ before                                   after
 
 A number beyond bf16's largest becomes that, and not Inf, so that a mask of float32's least number stays finite.
 Refuses anything but precision "bf16" (or a numeric error budget), gradients, random numbers, graphs that write to an
-fp32 input or return one, and devices without bf16 matrix units.
+fp32 input or return one, graphs that make fp32 values of their own to multiply with, and devices without bf16 matrix
+units.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import fx
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
-from fxopt.torch_api.dynamo import placeholders, storage_of
+from fxopt.torch_api.dynamo import placeholders, storage_of, uncastable
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,15 @@ class Bf16Graph(ConfigPass):
         written = sorted(context.mutated.intersection(wide))
         returned = {storage for node in gm.graph.output_node().all_input_nodes if (storage := storage_of(node))}
         shared = [i for i in wide if storage_of(nodes[i]) in returned]
+        mixed = "" if written or shared else uncastable(gm, dict.fromkeys(wide, torch.bfloat16))
         for position in wide:
             name = nodes[position].name
             if written:
                 yield position, Candidate(name, f"the graph writes to input {written[0]}, which would be its cast's")
             elif shared:
                 yield position, Candidate(name, f"the graph returns input {shared[0]} itself, or a view of it")
+            elif mixed:
+                yield position, Candidate(name, f"the graph makes fp32 values that do not go with bf16: {mixed}")
             else:
                 yield position, Candidate(name)
 

@@ -18,6 +18,8 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class GraphUnsupported(RuntimeError):
@@ -222,6 +224,51 @@ def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
         with graph.inserting_before(output):
             output.replace_input_with(node, graph.call_function(convert, (node, torch.float32)))
     gm.recompile()
+
+
+#: operators that take floating-point tensors of one type alone; of fake tensors they do not ask for it
+_OF_ONE_TYPE = frozenset(
+    {
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution", "lerp"),
+        *("index_put", "index_put_", "index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce"),
+        *("masked_scatter", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+
+
+class _OneType(TorchDispatchMode):
+    """Raises RuntimeError where an operator meets two types of which it takes one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _OF_ONE_TYPE:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            met = sorted({str(x.dtype).removeprefix("torch.") for x in given})
+            if len(met) > 1:
+                raise RuntimeError(f"{func.overloadpacket.__name__} of {' and '.join(met)}")
+        return func(*args, **(kwargs or {}))
+
+
+def uncastable(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> str:
+    """Why the graph does not run with its inputs cast as by `cast_inputs`: what it makes itself may be of a type that
+    does not go with theirs. "" where it runs, and where shapes are symbolic or values unknown, so that nobody can say.
+    """
+    values = [_value(node) for node in placeholders(gm)]
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    if not modes or symbolic(values, gm):
+        return ""
+    as_it_is, cast = copy_graph(gm), copy_graph(gm)
+    cast_inputs(cast, dtypes)
+    with outside_tracing(), modes[0], torch.no_grad(), _OneType():
+        fresh = [value.clone() if isinstance(value, FakeTensor) else value for value in values]
+        try:
+            cast(*fresh)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # then the types are not what is wrong
+                as_it_is(*fresh)
+                return str(error).partition("\n")[0]
+    return ""
 
 
 def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:

@@ -99,6 +99,20 @@ def test_a_graph_that_writes_to_an_fp32_input_is_left_alone(fresh_dynamo):
     ] * 2
 
 
+def test_a_graph_whose_own_fp32_values_do_not_go_with_bf16_is_left_alone(fresh_dynamo):
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return torch.full((4, 4), 2.0, dtype=torch.float32) @ x
+
+    x = torch.randn(4, 4)
+    build, _ = built(scaled, x)
+    ((_, reason),) = build.reports[0].refused
+    assert reason == "the graph makes fp32 values that do not go with bf16: mm of bfloat16 and float32"
+    (out,) = build.fn(x)
+    assert torch.equal(out, scaled(x))
+    build, _ = built(lambda x: torch.full_like(x, 2.0) @ x, x)
+    assert not build.reports[0].refused, "what is made like an input has its type"
+
+
 def test_a_graph_that_returns_a_view_of_an_input_is_left_alone(fresh_dynamo):
     build, _ = built(lambda x, y: (x.view(2, 2), x + y), torch.randn(4), torch.randn(4))
     assert {reason for _, reason in build.reports[0].refused} == {
