@@ -22,6 +22,7 @@ for which torch does not call cuBLASLt (isInputCompliesAddmmCudaLt in aten/src/A
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
@@ -35,6 +36,7 @@ from torch import fx
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, PassContext, Stage
+from fxopt.torch_api.dynamo import outside_tracing
 
 aten = torch.ops.aten
 CAST: Any = torch.ops.prims.convert_element_type.default
@@ -148,6 +150,8 @@ class GemmEpilogue(GraphPass):
                 yield Candidate(node.name, "its GELU is the exact one; the library's tanh form needs precision 'bf16'")
             elif activation.gelu and _goes_on_wide(activation.result, x.dtype):
                 yield Candidate(node.name, "its GELU is read in another type, for which the library would round it")
+            elif not activation.gelu and not _keeps_nan(x.device, x.dtype):
+                yield Candidate(node.name, "the library's relu makes numbers of NaN here")
             elif not self._answers(context, (node, found.node, *activation.nodes)):
                 yield Candidate(node.name, "neither it nor its activation is labelled with what this answers")
             else:
@@ -178,6 +182,14 @@ class GemmEpilogue(GraphPass):
     def _answers(self, context: PassContext, nodes: Iterable[fx.Node]) -> bool:
         launches = any(label.axis is Axis.LAUNCH_BOUND for label in context.labels)  # a label of the whole graph
         return launches or any(context.answers(node, self.answers) for node in nodes)
+
+
+@functools.cache
+def _keeps_nan(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether relu in the library's epilogue leaves NaN what it is, as torch's own does: nobody documents it."""
+    with outside_tracing(), torch.no_grad():
+        x = torch.full((32, 32), math.nan, dtype=dtype, device=device)
+        return bool(torch._addmm_activation(torch.zeros_like(x[0]), x, x).isnan().all())
 
 
 def _sum(node: fx.Node) -> _Sum | None:

@@ -21,6 +21,7 @@ from fxopt.manager import SlotPass
 from fxopt.precision import Precision
 from fxopt.registry import GraphPass, Pass, Stage
 from fxopt.torch_api import inductor
+from passes import gemm_epilogue
 from passes.bf16_graph import Bf16Graph
 from passes.gemm_epilogue import GemmEpilogue
 from passes.promote_matmul_precision import PromoteMatmulPrecision
@@ -265,6 +266,16 @@ SMALL = "M, K or N is less than 2"
 )
 def test_it_refuses(fn: Any, inputs: tuple[torch.Tensor, ...], because: str):
     testing.refuses(P, fn, *inputs, because=f"^{because}", precision="bf16")
+
+
+def test_a_library_whose_relu_makes_numbers_of_nan_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch):
+    assert gemm_epilogue._keeps_nan(torch.device("cpu"), BF16)
+    own = torch._addmm_activation
+    monkeypatch.setattr(torch, "_addmm_activation", lambda *given: own(*given).nan_to_num())
+    gemm_epilogue._keeps_nan.cache_clear()
+    testing.refuses(P, RELU, *OPERANDS, because="^the library's relu makes numbers of NaN here$")
+    assert run(after_addmm(gelu_new), *OPERANDS).changed, "GELU computes with it"
+    gemm_epilogue._keeps_nan.cache_clear()
 
 
 def test_symbolic_sizes_are_refused():
