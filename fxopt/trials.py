@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import fx
-
 from fxopt import ablation, measure, memory, rules, verify
 from fxopt.build import Build, Builder, at_work, why_idle
 from fxopt.calls import Calls
@@ -29,12 +26,11 @@ from fxopt.warning import warn
 class Trials:
     """The candidates of one graph.
 
-    gm and inputs are Dynamo's. baseline: code that they are compared with, taking all inputs. calls: how code is
-    called, on `input_sets`. say: progress. environment: the profile's. idle: passes that found nothing to do beside the
+    inputs are Dynamo's. baseline: code that they are compared with, taking all inputs. calls: how code is called, on
+    `input_sets`. say: progress. environment: the profile's. idle: passes that found nothing to do beside the
     others, and why.
     """
 
-    gm: fx.GraphModule
     inputs: Sequence[Any]
     builder: Builder
     baseline: Callable[..., Any]
@@ -47,7 +43,6 @@ class Trials:
     baseline_kernel_ns: float = 0.0
     idle: dict[str, str] = field(default_factory=dict)
     input_sets: Sequence[Sequence[Any]] = field(init=False)
-    device: torch.device = field(init=False)
     _alive: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(default_factory=weakref.WeakValueDictionary)
     _alive_code: weakref.WeakValueDictionary[tuple[str, ...], Build] = field(
         default_factory=weakref.WeakValueDictionary
@@ -56,13 +51,12 @@ class Trials:
 
     def __post_init__(self) -> None:
         """Measures what belongs to the baseline: noise, kernel time, memory."""
-        self.device = self.calls.device
         self.input_sets = self.calls.input_sets(self.baseline)
         self.budget = self.builder.context.budget
         self.steady_baseline = self.calls.steady(self.baseline)
         with phase(self.report, "noise floor"), self.calls.running():
             self.noise = measure.noise_floor(
-                self.steady_baseline, self.input_sets, device=self.device, time_limit_s=self._share_s
+                self.steady_baseline, self.input_sets, device=self.calls.device, time_limit_s=self._share_s
             )
             self.baseline_kernel_ns = self.kernel_ns(self.steady_baseline)
             self.report.baseline_peak_bytes = self._peak(self.steady_baseline)
@@ -72,7 +66,7 @@ class Trials:
     def evaluate(self, step: Step, best: Trial | None) -> Trial | None:
         """The trial of `step`, compared with the best so far; None, with the reason in its report, if it is no use."""
         gc.collect()  # what lost is full of cycles, and may hold a copy of the weights
-        before = memory.allocated(self.device)
+        before = memory.allocated(self.calls.device)
         idle: frozenset[str] = frozenset()
         failure = ""
         if step.together:
@@ -188,7 +182,7 @@ class Trials:
             with phase(report, "measure memory"), self.calls.running():
                 entry.peak_bytes = self._peak(self.calls.steady(build.fn))
                 # Nothing more for code that an earlier trial left: it was allocated before this one.
-                build.held_bytes += max(0, memory.allocated(self.device) - before)
+                build.held_bytes += max(0, memory.allocated(self.calls.device) - before)
                 entry.memory_bytes = max(memory.extra_bytes(build, self.inputs), build.held_bytes)
             if reason := self._too_large(entry):
                 entry.outcome, entry.reason = "rejected", reason
@@ -197,7 +191,7 @@ class Trials:
                 entry.verdict = verify.verify(
                     self.calls.whole(build.fn),
                     self.calls.whole(self.baseline),  # without putting back, which hides what other values lead to
-                    dynamo.copy_graph(self.gm),
+                    dynamo.copy_graph(self.calls.gm),
                     self.input_sets,
                     self.calls.held,
                     self.budget,
@@ -224,10 +218,10 @@ class Trials:
             return None
 
     def _peak(self, fn: Callable[..., Any]) -> int | None:
-        return memory.peak_bytes(lambda: fn(*self.input_sets[0]), self.device)
+        return memory.peak_bytes(lambda: fn(*self.input_sets[0]), self.calls.device)
 
     def _too_large(self, entry: CandidateReport) -> str:
-        limit = memory.limit_bytes(self.options.memory_limit, self.device)
+        limit = memory.limit_bytes(self.options.memory_limit, self.calls.device)
         call = max(0, (entry.peak_bytes or 0) - (self.report.baseline_peak_bytes or 0))
         if limit is None or (entry.memory_bytes or 0) + call <= limit:
             return ""
@@ -243,7 +237,7 @@ class Trials:
             first,
             second,
             self.input_sets,
-            device=self.device,
+            device=self.calls.device,
             pairs=self.options.pairs,
             most_pairs=measure.MORE_PAIRS * self.options.pairs,
             noise=self.noise,
@@ -269,7 +263,8 @@ class Trials:
         from profiler_core.collect import kineto
 
         call = lambda: fn(*self.input_sets[0])  # noqa: E731
-        return kineto.kernel_time(call, iterations=self.options.iterations, warmup=1, device=self.device).kernel_ns
+        iterations, device = self.options.iterations, self.calls.device
+        return kineto.kernel_time(call, iterations=iterations, warmup=1, device=device).kernel_ns
 
     # -- judging --------------------------------------------------------------------------------------------------
 

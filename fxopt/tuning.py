@@ -214,7 +214,6 @@ class Tuning:
 
     def _trials(self, builder: Builder, baseline: Callable[..., Any], environment: Mapping[str, Any]) -> Trials:
         return Trials(
-            self.tuner.gm,
             self.tuner.inputs,
             replace(builder, record=True),
             baseline,

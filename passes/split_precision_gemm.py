@@ -211,13 +211,10 @@ def _counts(graph: fx.Graph, like: fx.Node, size: int) -> tuple[fx.Node, int]:
     size = math.ceil(size / 4) * 4  # so that each begins at an address that Triton takes for aligned
     zeros = graph.find_nodes(op="call_function", target=torch.ops.fxopt.zero_counts.default)
     if not zeros:
-        node = graph.call_function(torch.ops.fxopt.zero_counts.default, (like, size))
-        node.meta["val"] = like.meta["val"].new_zeros(size, dtype=torch.int32)
-        return node, 0
+        return graph.call_function(torch.ops.fxopt.zero_counts.default, (like, size)), 0
     (node,) = zeros
     first: int = node.args[1]
     node.args = (node.args[0], first + size)
-    node.meta["val"] = node.meta["val"].new_zeros(first + size)
     return node, first
 
 

@@ -134,7 +134,8 @@ def batch(device_name: str, rounds: int, rows: int, slowdown: float) -> dict[str
             share = options.time_limit / 8
             noise = measure.noise_floor(baseline, sets, device=device, time_limit_s=share)
             # The tuner's own comparison, of which only these are needed.
-            trials = SimpleNamespace(input_sets=sets, device=device, options=options, noise=noise, _share_s=share)
+            calls = SimpleNamespace(device=device)
+            trials = SimpleNamespace(input_sets=sets, calls=calls, options=options, noise=noise, _share_s=share)
             turn = [("same", again), ("slower", slower)]
             one: dict[str, Any] = {"noise": noise}
             for kind, fn in turn if number % 2 == 0 else turn[::-1]:

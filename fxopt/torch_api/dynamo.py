@@ -258,7 +258,7 @@ def uncastable(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> str:
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     if not modes or symbolic(values, gm):
         return ""
-    as_it_is, cast = copy_graph(gm), copy_graph(gm)
+    cast = copy_graph(gm)
     cast_inputs(cast, dtypes)
     with outside_tracing(), modes[0], torch.no_grad(), _OneType():
         fresh = [value.clone() if isinstance(value, FakeTensor) else value for value in values]
@@ -266,7 +266,7 @@ def uncastable(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> str:
             cast(*fresh)
         except Exception as error:
             with contextlib.suppress(Exception):  # then the types are not what is wrong
-                as_it_is(*fresh)
+                gm(*fresh)
                 return str(error).partition("\n")[0]
     return ""
 

@@ -129,7 +129,7 @@ def gemm(
                 kernel, boxes = hopper.split_gemm_hopper, [[bm, bk], [bm, bk], [bn, bk], [bn, bk]]
                 pointers = (a_hi, lo_a, a_scale, b_hi, lo_b, b_scale, added, out)
                 if even:
-                    counts = out.new_zeros(2 * tiles, dtype=torch.int32) if counts is None else counts
+                    counts = out.new_zeros(needed_counts(m, n, tile), dtype=torch.int32) if counts is None else counts
                     pointers += (out.new_empty(programs * bm * bn), counts)
                 else:
                     pointers += (out, out)

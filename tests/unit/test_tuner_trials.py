@@ -68,7 +68,6 @@ class Bench:
         gm = torch.fx.symbolic_trace(lambda: 0)
         plain = {"static": frozenset(), "mutated": frozenset(), "wanted": ()}
         self.trials = Trials(
-            gm,
             [],
             SimpleNamespace(context=SimpleNamespace(budget=parse_precision("fp32")), build=self.build),
             baseline,
