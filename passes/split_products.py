@@ -5,8 +5,9 @@ row's largest |x * s| lies in [2^14, 2^15), hi = fp16(x * s) and lo = fp16((x * 
 every element to 2^-22 of itself, and one below 2^-28 of the row's largest to 2^-49 of that. A row that cannot be held
 so gets s = 0, and its planes hold the upper and lower halves of the fp32 bits: nothing is lost, and the product
 computes the tiles that meet it in IEEE fp32. These are rows with a non-finite element, with a largest outside
-[2^-46, 2^75), and rows of mixed scale: more than one in 64 of their elements is below 2^-28 of the largest. (Of
-normally distributed numbers one in 10^8 is. Were a single one enough, each large weight would have slow tiles.)
+[2^-46, 2^75), rows of mixed scale: more than one in 64 of their elements is below 2^-28 of the largest (of normally
+distributed numbers one in 10^8 is; were a single one enough, each large weight would have slow tiles); and rows scaled
+as a whole with less than 16 elements that are not zero, for the errors of so few products do not cancel.
 
 The method is Ootomo and Yokota's, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
 theoretical peak performance" (2022); scaling by rows, the encoding of rows that do not fit and the choice on the device
@@ -36,6 +37,8 @@ LOW = 2.0**11  #: what the remainder is multiplied by
 _MOST, _LEAST = 2.0**75, 2.0**-46  # the range of a row's largest element
 _SPREAD = 2.0**-28  # the part of a row's largest from which on an element is held to 2^-22 of itself
 _FEW = 64  # one in so many elements of a row may be below that
+_FEWEST = 16  # elements of a whole row that are not zero; a quarter of a row shorter than 64
+_COUNTED = 2.0**15  # rows shorter than this are asked for them
 _ONE = 0x3F800000  # the bits of 1.0
 _BF16_MOST = 0x7F7F0000  # the bits of bf16's largest number
 
@@ -51,10 +54,20 @@ def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
         x = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     magnitude = x.abs()
     largest = magnitude.amax(-1, keepdim=True)
-    small = ((magnitude < largest * _SPREAD) & (magnitude != 0)).to(torch.float32).sum(-1, keepdim=True)
+    there = magnitude != 0
+    small = ((magnitude < largest * _SPREAD) & there).to(torch.float32)
+    length = x.shape[-1]
+    if counted := not block and length < _COUNTED:
+        # Two counts in one reduction: small elements in the integers, those that are not zero in the fraction. Exact up
+        # to 2^9 of the former, and less than that decide.
+        small = small + there.to(torch.float32) * (1 / _COUNTED)
+    counts = small.sum(-1, keepdim=True)
     # NaN compares false, so that a row with one is not held. Masks are integers, for a `where` with a number in it
     # makes a constant that keeps Inductor from folding the split of a frozen weight.
-    held = ((largest >= _LEAST) & (largest < _MOST) & (small * _FEW <= x.shape[-1])).to(torch.int32)
+    fits = (largest >= _LEAST) & (largest < _MOST) & (counts.floor() * _FEW <= length)
+    if counted:
+        fits = fits & ((counts - counts.floor()) * _COUNTED >= min(_FEWEST, length // 4))
+    held = fits.to(torch.int32)
     empty = (largest == 0).to(torch.int32)
     scale = (_rebased(largest) * held + empty * _ONE).view(torch.float32)
     y = x * scale

@@ -28,7 +28,7 @@ def decoded(hi, lo, scale):
 
 @triton.jit
 def planes_of(x):
-    """(hi, lo, scale) of each row of x [M, L]: what `passes.split_products.split` makes of it, as int16 and fp32.
+    """(hi, lo, scale) of each row of x [M, L]: what `passes.split_products.split` makes of blocks, as int16 and fp32.
 
     Rows without an element below 2^-28 of their largest, which is nearly every row there is, take a short way: code
     that runs once takes as long as it is long.
@@ -183,7 +183,8 @@ def finish(
                 tl.load(b_lo + offset_b, mask=mask_b, other=0.0),
                 b_scales[None, :],
             )
-            exact = tl.dot(a, b, exact, input_precision="ieee")
+            # Each step's sum by itself: one long sum in fp32 would lose more than cuBLAS, which shares K out, too.
+            exact += tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=16)
         write(exact, bias, out, m, n, M, N, split, HAS_BIAS)
 
 

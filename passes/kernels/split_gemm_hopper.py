@@ -252,17 +252,24 @@ def _exact(
     at_a = gl.minimum(m, M - 1).to(gl.int64) * stride_am
     at_b = gl.minimum(n, N - 1).to(gl.int64) * stride_bn
     b_scales = gl.load(b_scale + gl.minimum(n, N - 1))
-    total = gl.zeros((BM, BN), gl.float32, layout)
-    for at in range(begin, end):
-        scale_at = at // BLOCK if BLOCK != 0 else 0
-        a_scales = gl.load(a_scale + gl.minimum(m, M - 1) * blocks + scale_at)
-        a = _decoded(gl.load(a_hi + at_a + at), gl.load(a_lo + at_a + at), a_scales)
-        b = _decoded(gl.load(b_hi + at_b + at), gl.load(b_lo + at_b + at), b_scales)
-        total = gl.fma(a[:, None].broadcast_to(BM, BN), b[None, :].broadcast_to(BM, BN), total)
-    if HAS_BIAS and split == 0:
-        total += gl.load(bias + n, mask=n < N, other=0.0)[None, :]
-    where = split.to(gl.int64) * M * N + m[:, None].to(gl.int64) * N + n[None, :]
-    gl.store(out + where, total, mask=(m < M)[:, None] & (n < N)[None, :])
+    out += split.to(gl.int64) * M * N
+    # In sums of 128 products, added up where the result goes: one long sum in fp32 would lose more than cuBLAS, which
+    # shares K out, too, and a second set of registers for it is not to be had.
+    for first in range(begin, gl.maximum(end, begin + 1), 128):  # a share without a step writes zeros
+        part = gl.zeros((BM, BN), gl.float32, layout)
+        for at in range(first, gl.minimum(first + 128, end)):
+            scale_at = at // BLOCK if BLOCK != 0 else 0
+            a_scales = gl.load(a_scale + gl.minimum(m, M - 1) * blocks + scale_at)
+            a = _decoded(gl.load(a_hi + at_a + at), gl.load(a_lo + at_a + at), a_scales)
+            b = _decoded(gl.load(b_hi + at_b + at), gl.load(b_lo + at_b + at), b_scales)
+            part = gl.fma(a[:, None].broadcast_to(BM, BN), b[None, :].broadcast_to(BM, BN), part)
+        if HAS_BIAS and split == 0 and first + 128 >= end:
+            part += gl.load(bias + n, mask=n < N, other=0.0)[None, :]
+        where = m[:, None].to(gl.int64) * N + n[None, :]
+        mask = (m < M)[:, None] & (n < N)[None, :]
+        if first != begin:
+            part += gl.load(out + where, mask=mask, other=0.0)
+        gl.store(out + where, part, mask=mask)
 
 
 @gluon.jit

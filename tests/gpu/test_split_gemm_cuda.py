@@ -200,6 +200,27 @@ def test_denormals_and_the_largest_numbers():
         assert (product(huge.abs(), b.abs(), None, tile) == math.inf).all(), tile
 
 
+@pytest.mark.parametrize("block", [0, 128])
+def test_what_is_not_held_is_summed_as_well_as_cublas_sums_it_however_long_k_is(block):
+    """cuBLAS shares K out between programs: one sum over it all is off by 4.8 times as much."""
+    a, b, bias = values(256, 16384) * 1e30, values(256, 16384, seed=1), values(256, seed=2)
+    own = error(a @ b.T, a, b)
+    for tile in tiles(3):
+        assert error(product(a, b, None, tile, block), a, b) <= 4 * own, tile
+        assert error(product(a, b, bias, tile, block), a, b, bias) <= 4 * own, tile
+
+
+def test_products_of_few_elements_are_at_most_4_times_as_far_off_as_cublas():
+    a, b = values(256, 64), values(256, 64, seed=1)
+    a, b = (x * (values(256, 64, seed=seed).abs() < 0.126) for seed, x in ((2, a), (3, b)))  # nine tenths are zeros
+    exact = a.double() @ b.double().T
+    bound = a.double().abs() @ b.double().abs().T
+    own = max(torch.where(bound == 0, 0, (a @ b.T - exact).abs() / bound).max().item(), 2.0**-24)
+    for tile in tiles(3):
+        found = product(a, b, None, tile)
+        assert torch.where(bound == 0, 0, (found - exact).abs() / bound).max() <= 4 * own, tile
+
+
 def test_one_product_keeps_infinities_and_nan():
     a, b = values(100, 256), values(100, 256, seed=1)
     a[3, 5], a[4, 6], b[7, 3] = math.inf, math.nan, -math.inf

@@ -122,6 +122,30 @@ def test_a_few_small_elements_are_held_to_a_part_of_the_largest():
     assert within(found[0, ~small], x[0, ~small], UNIT)
 
 
+@pytest.mark.parametrize("length", [16, 40, 64, 1000, 20000])
+def test_a_whole_row_with_few_elements_that_are_not_zero_keeps_every_bit(length):
+    least = min(16, length // 4)
+    for count, held in ((1, False), (least - 1, False), (least, True), (length, True)):
+        row = torch.zeros(1, length)
+        row[0, torch.randperm(length)[:count]] = torch.rand(count) + 1.0
+        hi, lo, scale = split(row)
+        assert (scale.item() != 0) == held, count
+        if not held:
+            assert torch.equal(joined(hi, lo, scale), row)
+    blocks = torch.zeros(1, 256)
+    blocks[0, 0] = 1.0
+    assert (split(blocks, 128)[2] != 0).all(), "a block is a part of a sum"
+
+
+def test_few_small_elements_among_zeros_do_not_count_as_many():
+    row = torch.zeros(1, 4096)
+    row[0, :512] = 1.0
+    row[0, 512:575] = 2.0**-40
+    assert split(row)[2].item() != 0, "63 of 4096 are fewer than one in 64"
+    row[0, 575:577] = 2.0**-40
+    assert split(row)[2].item() == 0
+
+
 def test_the_payload_and_sign_of_a_nan_are_kept():
     x = torch.tensor([[0x7FC00001, 0x7F800001, -0x3FFFFF, 0x7FFFFFFF]], dtype=torch.int32).view(torch.float32)
     assert x.isnan().all()
