@@ -3,14 +3,16 @@
 Answers launch_bound. Inputs that may move are copied into fixed storage before each replay, all of one type by one
 kernel. Parameters, and inputs that the code writes to (a static key-value cache), are used where they are: each call
 looks at their addresses, and one whose memory has moved is captured anew, a bounded number of times, and runs
-plainly after that. Warming up writes to copies, so that a first call changes its inputs once. Outputs are copied out,
-so that a result stays what it was when the next call runs: `output_copies` counts those copies. Refuses whatever a
-replay cannot reproduce: CPU tensors, symbolic sizes, random numbers, more than one device, an input that shares
-memory with one that is written to.
+plainly after that. Warming up writes to copies, so that a first call changes its inputs once. A result stays what it
+was for as long as the caller holds it: outputs are handed out where the graph wrote them, and while anything of that
+memory is held, another capture of the same code runs, whose outputs are copied out. Refuses whatever a replay cannot
+reproduce: CPU tensors, symbolic sizes, random numbers, more than one device, an input that shares memory with one that
+is written to.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from fxopt.frozen import picker
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import PassContext, RuntimePass, Stage
-from fxopt.torch_api.calls import current_stream_address
+from fxopt.torch_api.calls import current_stream_address, storage_users
 from fxopt.torch_api.cuda import cublas_workspaces_of_a_capture
 
 
@@ -96,9 +98,10 @@ def _overlaps_itself(value: torch.Tensor) -> bool:
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, for which the code may have been compiled."""
-    copied = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-    return copied.copy_(value)
+    """A copy with the same strides, for which the code may have been compiled. It can be written to in any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        copied = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+        return copied.copy_(value)
 
 
 def _by_dtype(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -110,7 +113,12 @@ def _by_dtype(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list
 
 
 class _Captured:
-    """One capture: the graph, its fixed inputs and its outputs."""
+    """One capture: the graph, its fixed inputs and its outputs.
+
+    other: a capture of the same code whose pool is used. lends: whether outputs may be handed out where they lie. Only
+    the first capture of a pool may: nothing that it keeps is given to a later one, which does use again what the first
+    needs for a while. twin: whether `other` was captured for these arguments, so that its fixed inputs can be shared.
+    """
 
     def __init__(
         self,
@@ -119,14 +127,20 @@ class _Captured:
         static: frozenset[int],
         written: frozenset[int],
         warmup: int,
-        pool: Any = None,
+        other: _Captured | None = None,
+        lends: bool = False,
+        twin: bool = False,
     ) -> None:
         tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
         self.written = [i for i in tensors if i in written]
         self.fixed = [i for i in tensors if i in static or i in written]
         self.copied = [i for i in tensors if i not in self.fixed]
         self.constants = [(i, value) for i, value in enumerate(args) if not isinstance(value, torch.Tensor)]
-        self.args = [_copy(value) if i in self.copied else value for i, value in enumerate(args)]
+        shared: list[Any] | None = other.args if twin and other is not None else None
+        self.args: list[Any] = [
+            value if i not in self.copied else _copy(value) if shared is None else shared[i]
+            for i, value in enumerate(args)
+        ]
         groups = _by_dtype(self.copied, self.args)
         self.inputs = [([self.args[i] for i in group], picker(group)) for group in groups]
         self._all_fixed = picker(self.fixed)
@@ -136,11 +150,12 @@ class _Captured:
         forms = [_form(rehearsal[i]) for i in self.written]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        rehearsed: Any = None
         with torch.cuda.stream(stream):
             for _ in range(max(warmup, 1 if self.written else 0)):
                 for i in self.written:
                     rehearsal[i].copy_(args[i])
-                fn(*rehearsal)
+                rehearsed = fn(*rehearsal)
                 if [_form(rehearsal[i]) for i in self.written] != forms:
                     raise MovedMetadata
         torch.cuda.current_stream().wait_stream(stream)
@@ -149,7 +164,12 @@ class _Captured:
         self.graph = torch.cuda.CUDAGraph()
         with (
             cublas_workspaces_of_a_capture(),
-            torch.cuda.graph(self.graph, stream=stream, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                self.graph,
+                stream=stream,
+                pool=None if other is None else other.graph.pool(),
+                capture_error_mode="thread_local",
+            ),
         ):
             outputs = fn(*self.args)
         self.single = not isinstance(outputs, (list, tuple))
@@ -167,7 +187,12 @@ class _Captured:
                 view = None if self.args[home] is out else (out.size(), out.stride(), offset)
                 self.inside[k] = (home, view)
         tensors_out = [k for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
-        self.copies = [k for k in tensors_out if k not in self.inside]
+        # What lies where it lay in a call before is not the graph's own: a constant of the code, or memory that it uses
+        # on each call.
+        before = None if rehearsed is None else {_place(t) for t in _tensors(rehearsed)}
+        own = [k for k in tensors_out if k not in self.inside and before is not None and self._own(k, before)]
+        self.lent = own if lends and storage_users is not None else []
+        self.copies = [k for k in tensors_out if k not in self.inside and k not in self.lent]
         # Outputs that lie in one memory have to do so in the caller's, too; and of an output with gaps `clone` does not
         # keep the strides.
         together: dict[int, list[int]] = {}
@@ -180,14 +205,37 @@ class _Captured:
         dense = [k for k in alone if self.outputs[k].layout is torch.strided]
         groups = [*_by_dtype(dense, self.outputs), *([k] for k in alone if k not in dense)]
         self.apart = [(group, [self.outputs[k] for k in group]) for group in groups]
+        del rehearsed, outputs
+        self._storages = [self.outputs[k].untyped_storage() for k in self.lent]
+        self._homes = [storage._cdata for storage in self._storages]
+        self._users, self._lying = self._in_use(), self._places()
         # The caller's memory is the caller's to free: a replay is only ever made where it lies as it did.
         for i in self.fixed:
             self.args[i] = None
 
+    def _own(self, k: int, before: set[int]) -> bool:
+        """Whether output k can be handed out where it lies: a plain tensor in memory that the capture allocated."""
+        out = self.outputs[k]
+        return type(out) is torch.Tensor and out.layout is torch.strided and _place(out) not in before | {0}
+
+    def _in_use(self) -> list[int]:
+        # How many tensors hold each memory, and how many hold Python's object of it, of which there is one for all.
+        tensors = map(storage_users, self._homes) if storage_users is not None else ()
+        return [*tensors, *map(sys.getrefcount, self._storages)]
+
+    def _places(self) -> list[int]:
+        return [self.outputs[k].data_ptr() for k in self.lent]
+
+    def free(self) -> bool:
+        """Whether nobody holds anything of the memory of the outputs that were handed out, and it is where it was:
+        `resize_` of what was handed out moves it.
+        """
+        return self._in_use() == self._users and self._places() == self._lying
+
     @property
     def held_bytes(self) -> int:
-        """Bytes of the memory that inputs are copied into and outputs out of."""
-        held = [self.args[i] for i in self.copied] + [self.outputs[k] for k in self.copies]
+        """Bytes of the memory that inputs are copied into and that outputs lie in."""
+        held = [self.args[i] for i in self.copied] + [self.outputs[k] for k in (*self.copies, *self.lent)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held if t.layout is torch.strided}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -212,6 +260,8 @@ class _Captured:
         if self.written:
             torch.autograd.graph.increment_version([args[i] for i in self.written])
         results = list(self.outputs)
+        for k in self.lent:
+            results[k] = _alias(results[k])
         for group, captured in self.apart:
             if len(group) == 1:
                 results[group[0]] = captured[0].clone()
@@ -232,6 +282,18 @@ class _Captured:
         return results[0] if self.single else results
 
 
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [t for t in (outputs if isinstance(outputs, (list, tuple)) else [outputs]) if isinstance(t, torch.Tensor)]
+
+
+def _alias(out: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory, of the mode of the caller and not of the capture's."""
+    if out.is_inference():
+        there = torch.empty(0, dtype=out.dtype, device=out.device)
+        return there.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+    return out.data
+
+
 def _form(value: torch.Tensor) -> tuple[Any, ...]:
     return value.size(), value.stride(), value.storage_offset(), value.data_ptr()
 
@@ -250,6 +312,9 @@ def _copied_together(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 class GraphReplay:
     """A compiled callable behind CUDA graphs. Thread-safe.
+
+    A result is as good as a copy for whoever holds it, or a view of it. Who lets go of one that another stream still
+    reads has to wait for that stream first, as of any tensor; `record_stream` does not do it here.
 
     static, written: positions of the arguments that are used where they are: parameters, and tensors that `fn` writes
     to. A call whose addresses and numbers fit none of the captures is captured. After `captures` of these, at most one
@@ -275,6 +340,7 @@ class GraphReplay:
         self._limit = captures
         self._lock = threading.Lock()
         self._captured: list[_Captured] = []  # the one used last comes first
+        self._twin: _Captured | None = None  # of the capture that lends its outputs
         self._made = 0
         self._calls = 0
         self._index = -1 if device.index is None else device.index  # of the device; -1: of the current one
@@ -283,17 +349,19 @@ class GraphReplay:
 
     @property
     def output_copies(self) -> int | None:
-        """Tensors copied out per call; None before the first call."""
+        """Tensors copied out on every call, also where nobody holds earlier ones; None before the first call."""
         return len(self._captured[0].copies) if self._captured else None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the fixed inputs and outputs of all captures; what code writes in between they share."""
-        return sum(captured.held_bytes for captured in self._captured)
+        twin = self._twin
+        of_twin = 0 if twin is None else sum(twin.outputs[k].untyped_storage().nbytes() for k in twin.copies)
+        return of_twin + sum(captured.held_bytes for captured in self._captured)
 
     @property
     def captures(self) -> int:
-        """Captures made so far."""
+        """Sets of addresses and numbers captured so far."""
         return self._made
 
     def __call__(self, *args: Any) -> Any:
@@ -306,7 +374,23 @@ class GraphReplay:
             address = current_stream_address(self._index)
             if address != self._address:
                 self._follow(address)
+            if captured.lent and not captured.free():
+                captured = self._without_lending(captured, args)
+                if captured is None:
+                    return self._fn(*args)
             return captured.replay(args)
+
+    def _without_lending(self, lender: _Captured, args: tuple[Any, ...]) -> _Captured | None:
+        """A capture of the same call whose outputs are copied out, for a caller that holds those of the lender; None
+        where there is no memory for it.
+        """
+        if self._twin is None:
+            try:
+                with torch.cuda.device(self._device):
+                    self._twin = _Captured(self._fn, args, self._static, self._written, self._warmup, lender, twin=True)
+            except torch.OutOfMemoryError:
+                return None
+        return self._twin
 
     def _follow(self, address: int) -> None:
         """The captures share memory, which belongs to one stream at a time: the current one, from now on."""
@@ -324,11 +408,14 @@ class GraphReplay:
                 return captured
         if self._limit == 0 or self._made >= self._limit + self._calls // 100:
             return None
-        # Replays follow one another and their outputs are copied out, so that all can work in the same memory.
-        pool = self._captured[0].graph.pool() if self._captured else None
+        # Replays follow one another, and what is handed out belongs to the first alone, so that all can work in the
+        # same memory.
+        other = self._captured[0] if self._captured else None
         try:
             with torch.cuda.device(self._device):
-                captured = _Captured(self._fn, args, self._static, self._written, self._warmup, pool)
+                captured = _Captured(
+                    self._fn, args, self._static, self._written, self._warmup, other, lends=self._made == 0
+                )
         except MovedMetadata:
             self._limit = 0
             return None

@@ -12,6 +12,8 @@ from torch.nn.modules import module
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 #: the address of the current stream of the device of this number (-1: of the current device); 0 in builds without CUDA
 current_stream_address: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+#: how many tensors hold the storage at an address, its `_cdata`; one more where Python has an object of it
+storage_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def callable_of(compiled: Any) -> Callable[..., Any]:

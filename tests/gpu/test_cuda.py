@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_a_launch_bound_model_is_graphed_and_its_outputs_keep(model, x):
         second = fn(2 * x)
         graph = fxopt.last_report().graphs[0]
         assert graph.passes == ["cuda_graphs"], [(c.name, c.reason) for c in graph.candidates]
-        assert graph.output_copies == 1
+        assert graph.output_copies == 0
         assert torch.equal(first, kept), "the next call must not write into an earlier result"
         assert error(first, expected[0]) < 1e-5 and error(second, expected[1]) < 1e-5
     assert graph.ratio.faster
@@ -167,7 +168,7 @@ def test_replay_follows_scalars_streams_and_pass_through_outputs():
     a, b = torch.randn(64, device=DEVICE), torch.randn(64, device=DEVICE)
     out = replay(a, b, 2.0)
     assert torch.allclose(out[0], a * 2 + b) and out[1] is a and out[2] is None
-    assert replay.output_copies == 1
+    assert replay.output_copies == 0
     assert torch.allclose(replay(a, b, 3.0)[0], a * 3 + b)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -175,6 +176,33 @@ def test_replay_follows_scalars_streams_and_pass_through_outputs():
         other = replay(-a, b, 3.0)[0]
     stream.synchronize()
     assert torch.allclose(other, b - a * 3)
+
+
+def test_outputs_are_handed_out_where_they_lie_and_kept_while_they_are_held():
+    weight = torch.randn(256, 256, device=DEVICE)
+    replay = GraphReplay(lambda x, w: [torch.relu(x @ w), x + 1], static=frozenset({1}), device=DEVICE, warmup=2)
+    inputs = [torch.randn(64, 256, device=DEVICE) for _ in range(6)]
+    expected = [[torch.relu(x @ weight), x + 1] for x in inputs]
+    homes = {tuple(out.data_ptr() for out in replay(x, weight)) for x in inputs}
+    assert len(homes) == 1 and replay._twin is None
+    kept = [replay(x, weight) for x in inputs]  # all of them held: another capture, whose outputs are copied out
+    assert replay._twin is not None and replay.captures == 1
+    again = [replay(x, weight)[0] for x in inputs]
+    for found, wanted, second in zip(kept, expected, again, strict=True):
+        assert all(map(torch.equal, found, wanted)) and torch.equal(second, wanted[0])
+    del kept, again, found, second
+    assert {tuple(out.data_ptr() for out in replay(x, weight)) for x in inputs} == homes
+
+
+def test_a_held_output_outlives_its_graph():
+    replay = GraphReplay(lambda x: [x * 2], static=frozenset(), device=DEVICE, warmup=1)
+    out = replay(torch.ones(1 << 20, device=DEVICE))[0]
+    del replay
+    gc.collect()
+    torch.cuda.empty_cache()
+    filled = [torch.zeros(1 << 20, device=DEVICE) for _ in range(16)]
+    torch.cuda.synchronize()
+    assert (out == 2).all() and len(filled) == 16
 
 
 def test_the_address_of_the_current_stream_is_torchs():

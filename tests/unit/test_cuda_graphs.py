@@ -144,7 +144,114 @@ def test_several_inputs_and_outputs_of_mixed_types_are_copied():
     kept = [value.clone() for value in found]
     replay(*(value * 0 for value in args))
     assert all(torch.equal(x, y) for x, y in zip(found, kept, strict=True)), "an output was overwritten"
-    assert replay.captures == 1 and replay.output_copies == 4
+    assert replay.captures == 1 and replay.output_copies == 0, "what nobody holds is handed out where it lies"
+
+
+def plus_one(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x + 1]
+
+
+def place(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def test_an_output_that_nobody_holds_is_handed_out_where_it_lies():
+    replay = replay_of(plus_one, set())
+    places = {place(replay(torch.full((3,), float(n)))[0]) for n in range(5)}
+    assert places == {place(replay._captured[0].outputs[0])}
+    assert replay.captures == 1 and replay._twin is None
+
+
+@pytest.mark.parametrize("held", ["the output", "a view", "its storage", "numpy's", "DLPack's"])
+def test_an_output_stays_what_it_was_while_anything_of_its_memory_is_held(held):
+    hold: dict[str, Callable[[torch.Tensor], Any]] = {
+        "the output": lambda out: out,
+        "a view": lambda out: out[1:].view(2, 1),
+        "its storage": torch.Tensor.untyped_storage,
+        "numpy's": torch.Tensor.numpy,
+        "DLPack's": lambda out: torch.from_dlpack(out),
+    }
+    replay = replay_of(plus_one, set())
+    kept = hold[held](replay(torch.zeros(3))[0])
+    others = [replay(torch.full((3,), float(n)))[0] for n in (1, 2, 3)]
+    for n, other in enumerate(others, 1):
+        assert torch.equal(other, torch.full((3,), n + 1.0))
+    there = torch.empty(0).set_(kept) if held == "its storage" else torch.as_tensor(kept)
+    assert there.unique().tolist() == [1.0]
+    mine = place(replay._captured[0].outputs[0])
+    assert mine not in map(place, others)
+    del kept, there
+    assert place(replay(torch.zeros(3))[0]) == mine, "it is free again"
+
+
+def test_an_output_given_back_as_an_input_is_read_before_it_is_written():
+    replay = replay_of(plus_one, set())
+    x = torch.zeros(3)
+    for n in range(6):
+        x = replay(x)[0]
+        assert torch.equal(x, torch.full((3,), n + 1.0))
+
+
+def test_outputs_of_one_memory_are_handed_out_together_and_kept_together():
+    def halves(x: torch.Tensor) -> list[torch.Tensor]:
+        whole = x + 1
+        return [whole[:2], whole[2:]]
+
+    replay = replay_of(halves, set())
+    first, second = replay(torch.zeros(4))
+    assert place(first) == place(second)
+    del first
+    replay(torch.full((4,), 8.0))
+    assert torch.equal(second, torch.ones(2)), "half of it is held"
+
+
+def test_a_constant_of_the_code_is_never_handed_out():
+    constant = torch.ones(3)
+    replay = replay_of(lambda x: [x + 1, constant], set())
+    for _ in range(3):
+        replay(torch.zeros(3))[1].zero_()
+    assert torch.equal(constant, torch.ones(3)) and replay.output_copies == 1
+
+
+def test_an_output_that_was_resized_is_not_written_to_again():
+    replay = replay_of(plus_one, set())
+    out = replay(torch.zeros(3))[0]
+    out.resize_(1000).fill_(7.0)
+    del out
+    for n in range(3):
+        assert torch.equal(replay(torch.full((3,), float(n)))[0], torch.full((3,), n + 1.0))
+
+
+def test_only_the_first_of_several_captures_hands_its_outputs_out():
+    """They share memory: what a later one writes last, the first may write on its way."""
+    replay = replay_of(lambda x, n: [x * n], set())
+    for n in (2, 3, 4):
+        replay(torch.ones(3), n)
+    lent = {captured.constants[0][1]: len(captured.lent) for captured in replay._captured}
+    assert lent == {2: 1, 3: 0, 4: 0}
+
+
+def test_without_memory_for_a_second_capture_the_code_runs_plainly(monkeypatch: pytest.MonkeyPatch):
+    counted = Counting(plus_one)
+    replay = replay_of(counted, set())
+    first = replay(torch.zeros(3))[0]
+    calls = counted.calls
+
+    def none_left(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(passes.cuda_graphs, "_Captured", none_left)
+    assert torch.equal(replay(torch.ones(3))[0], torch.full((3,), 2.0)) and torch.equal(first, torch.ones(3))
+    assert counted.calls == calls + 1
+
+
+def test_what_was_captured_in_inference_mode_is_of_use_outside_of_it():
+    replay = replay_of(plus_one, set())
+    with torch.inference_mode():
+        replay(torch.zeros(3))
+    out = replay(torch.zeros(3))[0]
+    assert not out.is_inference()
+    assert torch.equal(torch.ones(3, requires_grad=True) * out, torch.ones(3))
 
 
 def test_a_shape_changed_in_place_is_never_captured():
