@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("fxopt", "passes", "profiler_core")
 """Packages whose code a row depends on, besides this study's own files."""
 OWN = ("workloads", "gpt2", "runner", "columns", "comparison", "floor")
+WARMING = 2
+"""Processes that compile columns which nothing is tuned for, beside those that tune."""
 Row = dict[str, Any]
 
 
@@ -222,31 +224,39 @@ def tune(
     plan_dir: Path,
 ) -> dict[str, Row]:
     """Tunes fxopt's columns into the plan store, `jobs` at a time: they compile beside each other, and take turns to
-    measure. What a run finds is the same as in the workload's own process, which then applies the plans.
+    measure. What a run finds is the same as in the workload's own process, which then applies the plans. Meanwhile
+    WARMING processes compile the other columns, so that the workload's own finds them in Inductor's caches.
 
-    Their reports, by workload and column; a column whose process ends badly has none, and is tuned later.
+    The reports of fxopt's, by workload and column; a column whose process ends badly has none, and is tuned later.
     """
-    free = _places(jobs, gpus)
     tuned: dict[str, Row] = {name: {} for name in workloads}
 
-    def one(workload: str, precision: str, column: str) -> None:
-        gpu, name = free.get(), f"{column} {precision}"
+    def one(places: queue.Queue[str | None], workload: str, precision: str, column: str) -> None:
+        gpu, name = places.get(), f"{column} {precision}"
+        limit = 3 * how.tuning_limit + 120
         try:
-            limit = 3 * how.tuning_limit + 120
-            found, why = in_process(
-                workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit
-            )
+            found, why = in_process(workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit)
         finally:
-            free.put(gpu)
+            places.put(gpu)
         if found is None:
-            print(f"{workload}, {name}: not tuned, {why}", file=sys.stderr, flush=True)
-        else:
+            print(f"{workload}, {name}: not built beforehand, {why}", file=sys.stderr, flush=True)
+        elif found["report"] is not None:
             tuned[workload][name] = found
 
-    ours = [(precision, column) for precision, column in wanted if column.startswith("fxopt")]
-    with ThreadPoolExecutor(jobs) as pool:
-        first = sorted(workloads, key=lambda name: not name.startswith("gpt2"))
-        for done in [pool.submit(one, name, *column) for name in first for column in ours]:
+    first = sorted(workloads, key=lambda name: not name.startswith("gpt2"))
+    ours = [column for column in wanted if column[1].startswith("fxopt")]
+    others = [column for column in wanted if column not in ours and not column[1].startswith("eager")]
+    with ThreadPoolExecutor(jobs) as tuning, ThreadPoolExecutor(WARMING) as warming:
+        at_work = [
+            pool.submit(one, places, name, *column)
+            for pool, places, some in (
+                (tuning, _places(jobs, gpus), ours),
+                (warming, _places(WARMING, gpus), others),
+            )
+            for name in first
+            for column in some
+        ]
+        for done in at_work:
             done.result()
     return tuned
 
@@ -336,7 +346,9 @@ def main() -> None:
         jobs: int = typer.Option(1, min=1, help="Processes at once; on one GPU they take turns to measure."),
         tune_jobs: int = typer.Option(0, min=0, help="Tune fxopt's columns before, so many processes at once."),
         resume: bool = typer.Option(False, "--resume", help="Leave workloads alone that are finished at this commit."),
-        columns_: str = typer.Option("", "--columns", help="Only these columns, with commas; -NAME leaves one out."),
+        columns_: str = typer.Option(
+            "", "--columns", help="Only these columns, with commas; -NAME leaves one out, NAME@PRECISION is one row."
+        ),
         time_limit: float = typer.Option(300.0, help="Seconds for a workload."),
         column_limit: float = typer.Option(120.0, help="Seconds for building one column."),
         tuning_limit: float = typer.Option(60.0, help="fxopt's time limit, seconds."),
@@ -408,13 +420,14 @@ def choose(precisions: str, objectives: str, only: str, bad: Any) -> list[tuple[
             raise bad(f"--objectives: {text!r} is none of {', '.join(columns.OBJECTIVES)}")
     every = columns.names(classes, goals)
     named = [text.strip() for text in only.split(",") if text.strip()]
-    known = {column for _, column in every}
+    known = {column for _, column in every} | {f"{column}@{precision}" for precision, column in every}
     for text in named:
         if text.removeprefix("-") not in known:
             raise bad(f"--columns: {text!r} is none of {', '.join(sorted(known))}")
     left_out = {text[1:] for text in named if text.startswith("-")}
     kept = {text for text in named if not text.startswith("-")}
-    return [(p, c) for p, c in every if c not in left_out and (not kept or c in kept)]
+    spelled = [((p, c), {c, f"{c}@{p}"}) for p, c in every]
+    return [row for row, names in spelled if not names & left_out and (not kept or names & kept)]
 
 
 if __name__ == "__main__":

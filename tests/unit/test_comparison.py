@@ -149,6 +149,8 @@ def test_columns_can_be_chosen_and_left_out_by_name() -> None:
     assert chosen == [("fp32", "eager_fp32"), ("fp32", "fxopt")]
     left = compare.choose("fp32", "wall", "-fxopt", typer.BadParameter)
     assert len(left) == 11 and not any(column == "fxopt" for _, column in left)
+    rows = compare.choose("fp32,1.5e-5", "kernel,wall", "-fxopt@1.5e-5,fxopt,fxopt_kernel", typer.BadParameter)
+    assert rows == [("fp32", "fxopt_kernel"), ("fp32", "fxopt"), ("1.5e-5", "fxopt_kernel")]
 
 
 @pytest.mark.parametrize(
@@ -330,4 +332,4 @@ def test_the_command_measures_once_and_resumes(tmp_path: Path, tune_jobs: int) -
     assert graph["source"] == ("plan" if tune_jobs else "tuned")
     if tune_jobs:
         (tuned,) = evidence["tuned"]["fxopt fp32"]["report"]["graphs"]
-        assert (tuned["source"], tuned["key"], tuned["passes"]) == ("tuned", graph["key"], graph["passes"])
+        assert (tuned["source"], tuned["key"], tuned["decision"]) == ("tuned", graph["key"], graph["decision"])
