@@ -103,6 +103,7 @@ def main() -> None:
         m: int = typer.Option(256, help="Rows of A."),
         n: int = typer.Option(256, help="Columns of B."),
         json: Path = typer.Option(None, help="The list of rows."),
+        commit: str = typer.Option("", help="The commit, where there is no repository to ask."),
     ) -> None:
         """Sweep the error of split matrix products, and print the largest of each kind of input."""
         from passes.split_products import split_mm
@@ -112,7 +113,8 @@ def main() -> None:
         with torch.no_grad():
             rows = sweep(lambda a, b: split_mm(a, b, terms=terms), where, sizes, m, n)
         if json is not None:
-            compare.write_rows(json, [{**row, **compare.source(), "date": show.now()} for row in rows])
+            stamp = compare.source() | ({"commit": commit} if commit else {}) | {"date": show.now()}
+            compare.write_rows(json, [{**row, **stamp} for row in rows])
         print(tables.sweep(rows))
 
     typer.run(run)
