@@ -111,7 +111,8 @@ def current(timeout: float, time_limit: float) -> Group | None:
         _current = world, Group(rank, size, api.store("fxopt"), timeout, 0.0)
     group = _current[1]
     group.timeout = timeout
-    group.limit = 2 * time_limit + 10 * timeout  # a candidate begun before the time limit is finished after it
+    # A candidate begun before the time limit is finished after it, and waiting for the device does not count.
+    group.limit = 3 * time_limit + 10 * timeout
     return group
 
 

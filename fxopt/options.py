@@ -191,7 +191,8 @@ class Options(BaseModel):
     )
     time_limit: Annotated[float, BeforeValidator(_number)] = _field(
         600.0,
-        "Time that tuning one graph may take, compiling included: no candidate is begun after it.",
+        "Time that tuning one graph may take, compiling included: no candidate is begun after it. Waiting while "
+        "another process measures on the same GPU does not count, up to as long again.",
         "seconds, more than 0",
         gt=0,
     )

@@ -22,6 +22,7 @@ from fxopt.report.model import phase, to_plain
 from fxopt.search import Proposal, Search, Step, Trial
 from fxopt.torch_api import dynamo, inductor
 from fxopt.trials import Trials
+from profiler_core import exclusive
 from profiler_core.quantities import duration
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Tuning:
     def __init__(self, tuner: Tuner) -> None:
         self.tuner, self.report, self.options, self.device = tuner, tuner.report, tuner.options, tuner.device
         self.written: Plan | None = None
+        self._waited_before = exclusive.waited()
 
     def run(self) -> Callable[..., Any]:
         from profiler_core import layers
@@ -91,6 +93,8 @@ class Tuning:
             report.messages.append("no pass answers a label of this graph")
         report.frozen = bool(kept.compiled.frozen)
         report.memory_bytes = best.entry.memory_bytes if best is not None else 0
+        if self._waited_s >= 1:
+            report.messages.append(f"tuning waited {self._waited_s:.0f} s for others that measured on this device")
         report.output_copies = getattr(best.build.fn if best is not None else None, "output_copies", None)
         if best is None and self.tuner.wants_graphs():
             kept = replace(baseline, fn=callers_own)
@@ -197,7 +201,7 @@ class Tuning:
 
     def _expired(self, step: Step, compiles: bool = True) -> bool:
         # What needs no compiling may take half the time again: a candidate is worth little without its CUDA graph.
-        if time.perf_counter() - self.tuner.started <= self.options.time_limit * (1 if compiles else 1.5):
+        if self._spent_s <= self.options.time_limit * (1 if compiles else 1.5):
             return False
         limit = f"the time limit of {self.options.time_limit:g} s is spent"
         if step.removal:
@@ -206,10 +210,20 @@ class Tuning:
             self.report.out_of_reach.append(f"{spelled(step.subject)}: not tried, {limit}")
         return True
 
+    @property
+    def _waited_s(self) -> float:
+        """What tuning has waited for others that measure on the device: of the time limit, up to as much again."""
+        return min(exclusive.waited() - self._waited_before, self.options.time_limit)
+
+    @property
+    def _spent_s(self) -> float:
+        """What of the time limit is spent. Two processes that share a GPU tune it as well as one, later."""
+        return time.perf_counter() - self.tuner.started - self._waited_s
+
     def _say(self, what: str) -> None:
         """One line of progress on stderr, where it was asked for."""
         if self.options.verbose:
-            spent = f"{time.perf_counter() - self.tuner.started:6.1f} of {self.options.time_limit:g} s"
+            spent = f"{self._spent_s:6.1f} of {self.options.time_limit:g} s"
             print(f"fxopt [{spent}] {what}", file=sys.stderr, flush=True)
 
     def _trials(self, builder: Builder, baseline: Callable[..., Any], environment: Mapping[str, Any]) -> Trials:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +16,23 @@ import torch
 PATIENCE = 120.0
 
 
+_own = threading.local()
+
+
+def waited() -> float:
+    """Seconds that this thread has spent waiting for its turns so far."""
+    seconds: float = getattr(_own, "seconds", 0.0)
+    return seconds
+
+
 @contextlib.contextmanager
 def measuring(device: torch.device, patience: float = PATIENCE) -> Iterator[bool]:
     """Holds `device` against the measurements of other processes and threads; yields whether it does.
 
     Waits up to `patience` seconds for its turn, and goes on without it after that, or where no lock file can be made: a
-    measurement that may be disturbed is better than none. May be nested. Nothing is held for a CPU, whose other load no
-    lock keeps away. A lock ends with its process, however that ends.
+    measurement that may be disturbed is better than none. Who gave a turn up comes after whoever waits for one already.
+    May be nested. Nothing is held for a CPU, whose other load no lock keeps away. A lock ends with its process, however
+    that ends.
     """
     from filelock import FileLock, Timeout
 
@@ -29,9 +41,18 @@ def measuring(device: torch.device, patience: float = PATIENCE) -> Iterator[bool
         return
     with contextlib.ExitStack() as stack:
         held = False
+        began = time.monotonic()
         with contextlib.suppress(OSError, Timeout):
-            stack.enter_context(FileLock(_path(device), is_singleton=True).acquire(timeout=patience))
+            path = _path(device)
+            lock = FileLock(path, is_singleton=True)
+            # A lock goes to whoever asks first after it is free, which is likely its last holder. Of those who wait one
+            # is next, and asks while it holds the second lock, without which nobody may ask.
+            turn = contextlib.nullcontext() if lock.is_locked else FileLock(path.with_suffix(".next")).acquire(patience)
+            with turn:
+                left = max(0.0, patience - (time.monotonic() - began))
+                stack.enter_context(lock.acquire(timeout=left, poll_interval=0.01))
             held = True
+        _own.seconds = waited() + time.monotonic() - began
         yield held
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,46 @@ def test_threads_take_turns_too():
         thread.start()
         thread.join()
     assert held and seen == [False]
+
+
+def test_who_gives_a_turn_up_comes_after_whoever_waits():
+    order: list[str] = []
+    waiting = threading.Event()
+
+    def other() -> None:
+        waiting.set()
+        with exclusive.measuring(GPU, patience=30):
+            order.append("other")
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=other)
+    with exclusive.measuring(GPU):
+        thread.start()
+        waiting.wait()
+        time.sleep(0.5)
+        order.append("first")
+    with exclusive.measuring(GPU, patience=30):
+        order.append("again")
+    thread.join()
+    assert order == ["first", "other", "again"]
+
+
+def test_the_wait_for_a_turn_is_counted_for_the_thread_that_waits():
+    counts: list[float] = []
+
+    def other() -> None:
+        with exclusive.measuring(GPU, patience=30):
+            time.sleep(0.2)  # what is done in a turn is no waiting
+        counts.append(exclusive.waited())
+
+    thread = threading.Thread(target=other)
+    before = exclusive.waited()
+    with exclusive.measuring(GPU), exclusive.measuring(GPU):
+        thread.start()
+        time.sleep(1.0)
+        began = exclusive.waited()
+    thread.join()
+    assert counts[0] > 0.5 and began - before < 0.5
 
 
 def test_a_measurement_inside_another_does_not_wait_for_it():

@@ -306,3 +306,21 @@ def test_no_comparison_takes_more_than_an_eighth_of_the_time_that_tuning_has(mon
     )
     bench.trials.evaluate(Step((Tile(),), Tile()), None)
     assert given == [5.0]
+
+
+def test_waiting_for_the_device_spends_none_of_the_time_limit_up_to_as_much_again(monkeypatch: pytest.MonkeyPatch):
+    from fxopt import tuning
+
+    now = {"time": 100.0, "waited": 7.0}
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now["time"])
+    monkeypatch.setattr(tuning.exclusive, "waited", lambda: now["waited"])
+    options = resolve_options({"time_limit": 40}, environ={})
+    report = GraphReport()
+    tuner: Any = SimpleNamespace(report=report, options=options, device=torch.device("cpu"), started=100.0)
+    one = tuning.Tuning(tuner)
+    step = Step((Tile(),), Tile())
+    now |= {"time": 170.0, "waited": 7.0 + 35.0}
+    assert one._spent_s == 35.0 and not one._expired(step), "35 of 70 s were waiting"
+    now |= {"time": 190.0, "waited": 7.0 + 49.0}
+    assert one._spent_s == 50.0 and one._expired(step), "40 of 90 s count as waiting"
+    assert report.out_of_reach == ["tile: not tried, the time limit of 40 s is spent"]
