@@ -16,7 +16,6 @@ from torch import fx
 from fxopt.call_stack import with_room
 from fxopt.options import Mode, OptionError, split_options
 from fxopt.overlap import OverlapWatch
-from fxopt.reference import clone_inputs
 from fxopt.report.model import GraphReport, remember
 from fxopt.stage import stage_of
 from fxopt.torch_api import dynamo, inductor
@@ -136,6 +135,8 @@ def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """
     if dynamo.collectives(gm):  # in which the other ranks would not take part
         return ""
+    from fxopt.reference import clone_inputs
+
     try:
         real, device = dynamo.concrete(inputs), graph_device(inputs)
         devices = [device] if device.type == "cuda" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import dis
 import functools
@@ -11,19 +12,23 @@ import importlib.util
 import json
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UnstableError", "canonical", "module_digest", "source_digest"]
+__all__ = ["UnstableError", "canonical", "module_digest", "once", "source_digest"]
 
 #: Packages that a pass rests on, whose versions are part of every key; the standard library is left out as well.
 _FRAMEWORKS = frozenset({"torch", "fxopt", "builtins"})
 
 #: Text of a module, and the `__spec__` that the module had then.
 _texts: dict[str, tuple[Any, bytes]] = {}
+
+
+_once = threading.local()
 
 
 class UnstableError(ValueError):
@@ -34,6 +39,8 @@ def canonical(value: Any) -> str:
     """`value` as text: dataclasses by class and fields, mappings and sets in order, arrays by a digest of their bytes,
     functions by name and a digest of what they run. UnstableError for what has an address for a text.
     """
+    if value is None or type(value) in (str, int, float, bool):  # as most constants of code are
+        return _json(value)
     reach = _Reach()
     plain = reach.plain(value, strict=True)
     return _json([plain, reach.sources()] if reach.texts else plain)
@@ -49,12 +56,28 @@ def source_digest(cls: type) -> str:
     variables that they enclose, and its attributes. Where that code has no file (a notebook), so does whatever it
     reaches by global names.
     """
+    kept: dict[type, str] | None = getattr(_once, "digests", None)
+    if kept is not None and cls in kept:
+        return kept[cls]
     reach = _Reach()
     bases = [base for base in cls.__mro__ if _is_own(base.__module__)]
     for base in bases:
         _collect(base.__module__, reach.texts)
     made = [reach.members(base) for base in bases]
-    return hashlib.sha256(_json([_name(cls), made, reach.sources()]).encode()).hexdigest()
+    digest = hashlib.sha256(_json([_name(cls), made, reach.sources()]).encode()).hexdigest()
+    if kept is not None:
+        kept[cls] = digest
+    return digest
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """Within it, classes are taken to stay as they are: on this thread the digest of each one's source is made once."""
+    before, _once.digests = getattr(_once, "digests", None), {}
+    try:
+        yield
+    finally:
+        _once.digests = before
 
 
 def module_digest(name: str) -> str:
@@ -284,8 +307,11 @@ class _Reach:
         return found
 
 
+_encoder = json.JSONEncoder(sort_keys=True)  # one for all: json.dumps makes its own for each of a thousand small texts
+
+
 def _json(plain: Any) -> str:
-    return json.dumps(plain, sort_keys=True)
+    return _encoder.encode(plain)
 
 
 def _name(item: Any) -> str:

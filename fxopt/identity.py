@@ -15,10 +15,8 @@ from torch import fx
 import fxopt
 from fxopt.fingerprints import module_digest
 from fxopt.plan import plan_key
-from fxopt.registry import Pass
 from fxopt.torch_api import inductor
 from fxopt.torch_api.dynamo import is_fake
-from profiler_core.clocks import clock_settings, driver_version
 from profiler_core.environment import cpu
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -73,6 +71,8 @@ def weights_digest(tensors: Sequence[torch.Tensor]) -> str:
 def device_identity(device: torch.device) -> dict[str, Any]:
     """The hardware that a decision holds for."""
     if device.type == "cuda":
+        from profiler_core.clocks import clock_settings, driver_version
+
         properties = torch.cuda.get_device_properties(device)
         return {
             "name": properties.name,
@@ -140,11 +140,14 @@ def key_parts(
     device: torch.device,
     deciding: Mapping[str, Any],
     patches: Mapping[str, Any],
-    passes: Sequence[Pass],
+    passes: Sequence[tuple[str, str]],
     session: bool,
     weights: str,
 ) -> dict[str, Any]:
-    """The parts of a plan's key, as JSON data. Labels follow from measuring; what draws them is in `rules_digest`."""
+    """The parts of a plan's key, as JSON data. Labels follow from measuring; what draws them is in `rules_digest`.
+
+    passes: names and fingerprints of those that may run.
+    """
     return {
         "graph": graph_text(gm),
         "inputs": [describe_input(value) for value in inputs],
@@ -155,7 +158,7 @@ def key_parts(
         "options": dict(deciding),
         "inductor": {key: _spell(value) for key, value in sorted(patches.items())},
         "inductor_config": inductor.config_fingerprint(),
-        "passes": [[p.name, p.fingerprint()] for p in passes],
+        "passes": [list(entry) for entry in passes],
         "rules": rules_digest(),
         "session": session,
         "weights": weights,

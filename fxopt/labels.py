@@ -38,6 +38,11 @@ class Axis(str, Enum):
     OPAQUE_LIBRARY = "opaque_library"  # a library's black box
 
 
+# A plan holds hundreds of labels and pieces of evidence, each of which is looked at when it is read.
+_AXES = tuple(axis.value for axis in Axis)
+_SCOPES, _CONFIDENCES, _SOURCES = get_args(Scope), get_args(Confidence), get_args(Source)
+
+
 @dataclass(frozen=True)
 class Evidence:
     """One number that a label rests on.
@@ -84,7 +89,7 @@ class Evidence:
             value=_number(data, "value", where),
             threshold=threshold,
             unit=_field(data, "unit", (str,), where),
-            source=cast(Source, _choice(data, "source", get_args(Source), where)),
+            source=cast(Source, _choice(data, "source", _SOURCES, where)),
         )
 
 
@@ -144,15 +149,15 @@ class Label:
         evidence = _field(data, "evidence", (list, tuple), "label")
         try:
             return cls(
-                axis=Axis(_choice(data, "axis", [axis.value for axis in Axis], "label")),
-                scope=cast(Scope, _choice(data, "scope", get_args(Scope), "label")),
+                axis=Axis(_choice(data, "axis", _AXES, "label")),
+                scope=cast(Scope, _choice(data, "scope", _SCOPES, "label")),
                 nodes=tuple(nodes),
                 launch=_field(data, "launch", (str,), "label"),
                 evidence=tuple(
                     Evidence.from_json(item, f"label: evidence[{index}]")
                     for index, item in enumerate(evidence)
                 ),
-                confidence=cast(Confidence, _choice(data, "confidence", get_args(Confidence), "label")),
+                confidence=cast(Confidence, _choice(data, "confidence", _CONFIDENCES, "label")),
                 headroom_ns=_number(data, "headroom_ns", "label"),
                 why=_field(data, "why", (str,), "label"),
                 reference=_field(data, "reference", (str,), "label") if "reference" in data else "",

@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
 import fxopt
-from fxopt import fingerprints, graph_text, invariants
+from fxopt import fingerprints
 from fxopt.bisect import Bisection
-from fxopt.dump import Dumper
-from fxopt.invariants import PROVENANCE_META
-from fxopt.registry import Candidate, ConfigPass, GraphPass, InvariantError, PassContext, PassReport, Stage
+from fxopt.registry import (
+    PROVENANCE_META,
+    Candidate,
+    ConfigPass,
+    GraphPass,
+    InvariantError,
+    PassContext,
+    PassReport,
+    Stage,
+)
 from fxopt.torch_api import inductor, values
 from fxopt.torch_api.inductor import CustomGraphPass, InferenceAwareGraphPass
+
+if TYPE_CHECKING:
+    from fxopt.dump import Dumper
 
 __all__ = ["PROVENANCE_META", "SlotPass", "chain_uuid", "checked_candidate", "consider", "run_pass"]
 
@@ -43,7 +54,10 @@ def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) 
     parts = {
         "stage": stage,
         "passes": [(p.name, p.fingerprint()) for p in passes],
-        "context": replace(context, cache=None),
+        "context": replace(context, cache=None, labels=(), origins={}),
+        # Hundreds of labels and thousands of names, which json writes in a tenth of the time.
+        "labels": json.dumps([label.to_json() for label in context.labels], sort_keys=True, default=repr),
+        "origins": json.dumps(dict(context.origins), sort_keys=True),
         "framework": [fxopt.__version__, _framework()],
     }
     return hashlib.sha256(fingerprints.canonical(parts).encode()).hexdigest()
@@ -200,6 +214,8 @@ class _Attempt:
             else:
                 raise InvariantError(f"candidate {candidate.target} is not in the graph")
         if self.report.matched:
+            from fxopt import invariants  # not needed where a cache serves the code
+
             self._change(None)
             invariants.lint(self.trial)
             self.trial.eliminate_dead_code()
@@ -237,6 +253,8 @@ class _Attempt:
         return self._seen != before
 
     def _check(self) -> None:
+        from fxopt import invariants
+
         invariants.check(self.graph, self.trial)
         checked = _snapshot(self.trial)
         self.p.ensures(self.trial, self.context)
@@ -244,6 +262,8 @@ class _Attempt:
             raise InvariantError("ensures() changed the graph, which is for rewrite() and finish() to do")
 
     def _take(self, rewritten: int) -> None:
+        from fxopt import graph_text
+
         old, new = ({node.name for node in graph.nodes} for graph in (self.graph, self.trial))
         self.report = replace(
             self.report,

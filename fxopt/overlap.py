@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxopt.reference import extent
 from fxopt.torch_api import dynamo
 
 
@@ -80,6 +79,8 @@ class OverlapWatch:
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """Half-open range of addresses, from the first element to past the last."""
+    from fxopt.reference import extent  # only where inputs lie in one memory
+
     low, high = extent(tensor)
     return tensor.data_ptr(), tensor.data_ptr() + (high - low) * tensor.element_size()
 

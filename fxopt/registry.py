@@ -24,7 +24,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -349,13 +349,31 @@ def discover() -> dict[str, type[Pass]]:
     return dict(_registered)
 
 
+def _known(names: Collection[str]) -> dict[str, type[Pass]]:
+    """Passes by name, all of `names` among them that there are.
+
+    Of the entry points only those of these names are loaded where each gives the pass of its name, for a new process
+    that uses a plan of one pass waits for all that it imports; all of them, as by `discover`, where one does not.
+    """
+    if not names:
+        return {}
+    points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name in names]
+    try:
+        for point in points:
+            register(point.load())
+    except Exception:
+        return discover()  # which says what is wrong with it
+    return dict(_registered) if _registered.keys() >= set(names) else discover()
+
+
 def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
     """Instances of the chosen passes, in an order that keeps stages and declared constraints.
 
     One that cannot be made, or has no fingerprint, is left out with a warning.
     """
-    known = discover()
-    for name in (*(names or ()), *disable):
+    asked = (*(names or ()), *disable)
+    known = discover() if names is None else _known(asked)
+    for name in asked:
         if name not in known:
             near = difflib.get_close_matches(name, known)
             hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

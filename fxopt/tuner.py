@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxopt import bisect, identity, machine, registry, training
+from fxopt import bisect, fingerprints, identity, machine, registry, training
 from fxopt.labels import Label
 from fxopt.options import Options
 from fxopt.plan import Plan, PlanCorrupt, PlanMoved, PlanStore, PlanStoreError, plan_key
@@ -55,7 +55,9 @@ class Tuner:
         self.budget = parse_precision(self.options.precision)
         self.static = dynamo.static_inputs(self.gm, self.inputs)
         self.store = PlanStore(self.options.plan_root, max_bytes=self.options.plan_limit)
-        self.passes = registry.select(self.options.passes, self.options.disable)
+        with fingerprints.once():
+            self.passes = registry.select(self.options.passes, self.options.disable)
+            self.fingerprints = [(p.name, p.fingerprint()) for p in self.passes]
         self.started = time.perf_counter()
         self.report.compile_id = dynamo.current_compile_id()
         self._written: Plan | None = None
@@ -79,7 +81,7 @@ class Tuner:
             device=self.device,
             deciding=self.options.deciding(),
             patches=self.patches,
-            passes=self.passes,
+            passes=self.fingerprints,
             session=self.session,
             weights=self._weights(),
         )
@@ -234,10 +236,12 @@ class Tuner:
 
     def builder(self, context: PassContext) -> Builder:
         from fxopt.build import Builder
-        from fxopt.dump import Dumper
 
-        patches, reports = self.measured_patches(), self.store.root / "reports"
-        dumper = Dumper(self.options.dump, self.name) if self.options.dump is not None else None
+        patches, reports, dumper = self.measured_patches(), self.store.root / "reports", None
+        if self.options.dump is not None:
+            from fxopt.dump import Dumper
+
+            dumper = Dumper(self.options.dump, self.name)
         return Builder(self.gm, self.inputs, patches, context, reports, self.check_weights, dumper)
 
     @property

@@ -453,7 +453,7 @@ def test_a_call_that_fails_by_itself_is_told_as_the_callers(plan_dir, of_the_dev
     call = torch.compile(table, backend="profile_guided", options=QUICK)
     if of_the_device:
         lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        monkeypatch.setattr("fxopt.backend.clone_inputs", mock.Mock(side_effect=lost))
+        monkeypatch.setattr("fxopt.reference.clone_inputs", mock.Mock(side_effect=lost))
     with pytest.warns(FxoptWarning) as said, pytest.raises(IndexError, match="out of range"):
         call(torch.tensor([1, 9]))
     (warning,) = map(str, (one.message for one in said))

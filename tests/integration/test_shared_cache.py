@@ -139,7 +139,7 @@ def found_by(given):
             device=device,
             deciding=options.deciding(),
             patches=patches,
-            passes=passes,
+            passes=[(p.name, p.fingerprint()) for p in passes],
             session=False,
             weights="",
         )

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fxopt import registry
+from fxopt import fingerprints, registry
 from fxopt.labels import Axis
 from fxopt.registry import ConfigPass, GraphPass, PassContext, PassReport, RegistryError, RuntimePass, Stage
 from fxopt.verify import Precision, parse_precision
@@ -319,6 +320,49 @@ def test_a_name_that_is_taken_is_refused_naming_both(points):
     assert known["cuda_graphs"].__name__ == "CudaGraphs"
 
 
+# -- passes asked for by name -----------------------------------------------------------------------------------------
+
+
+def test_of_passes_asked_for_by_name_no_other_is_loaded(points, monkeypatch):
+    points.add("absent", "no_such_module:Pass")  # of which `discover` would warn
+    points.add("installed", f"{__name__}:Installed")
+    monkeypatch.setattr(registry, "_registered", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert names(registry.select(["installed", "cuda_graphs"], [])) == ["installed", "cuda_graphs"]
+        assert names(registry.select(["installed", "cuda_graphs"], ["cuda_graphs"])) == ["installed"]
+        assert set(registry._registered) == {"installed", "cuda_graphs"}
+        assert registry.select([], []) == []
+
+
+def test_a_pass_asked_for_is_found_whatever_its_entry_point_is_called(points):
+    points.add("my-package-pass", f"{__name__}:Installed")
+    assert names(registry.select(["installed"], [])) == ["installed"]
+    with pytest.raises(RegistryError, match="no pass is named 'my-package-pass'"):
+        registry.select(["my-package-pass"], [])
+
+
+def test_a_pass_that_was_registered_is_found_without_an_entry_point(points):
+    registry.register(declared(name="by_hand"))
+    assert names(registry.select(["by_hand"], [])) == ["by_hand"]
+
+
+def test_an_entry_point_that_is_asked_for_and_broken_is_named(points):
+    points.add("half", f"{__name__}:no_such_attribute")
+    with (
+        pytest.warns(UserWarning, match="the pass 'half' .* cannot be loaded"),
+        pytest.raises(RegistryError, match="no pass is named 'half'"),
+    ):
+        registry.select(["half"], [])
+
+
+def test_of_two_entry_points_of_the_name_asked_for_the_first_counts_and_the_other_is_named(points):
+    points.add("cuda_graphs", f"{__name__}:Usurper")
+    with pytest.warns(UserWarning, match="two passes are named 'cuda_graphs'"):
+        (chosen,) = registry.select(["cuda_graphs"], [])
+    assert type(chosen).__name__ == "CudaGraphs"
+
+
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +394,7 @@ def test_options_make_the_fingerprint():
 
 PASS = """
     from dataclasses import dataclass
+    from fxopt.precision import Precision
     from fxopt.registry import GraphPass, Stage
     {imports}
 
@@ -357,6 +402,7 @@ PASS = """
     class Mine({base}):
         name = "mine"
         stage = Stage.JOINT
+        precision = Precision.FP32
 
         def rewrite(self, graph, node, context):
             {lazily}
@@ -508,3 +554,36 @@ def test_a_report_survives_json():
 def test_a_report_from_before_there_was_a_field_and_after_it_is_gone_is_read():
     old = {"name": "p", "stage": "joint", "matched": 1, "rewritten": 1, "refused": [["a", "b"]], "changed": True}
     assert PassReport.from_json({**old, "something": 1}) == PassReport("p", "joint", 1, 1, (("a", "b"),), True)
+
+
+@pytest.mark.parametrize("asked", [None, ["mine"]], ids=["all", "by name"])
+def test_an_edited_pass_of_an_entry_point_has_another_fingerprint(asked, site, points):
+    site.write_pass("warm_edited.py")
+    points.add("mine", "warm_edited:Mine")
+
+    def selected() -> str:
+        site.fingerprint("warm_edited")  # loads it anew
+        with fingerprints.once():
+            (mine,) = (p for p in registry.select(asked, []) if p.name == "mine")
+            assert mine.fingerprint() == mine.fingerprint()
+        return mine.fingerprint()
+
+    before = selected()
+    assert selected() == before
+    site.write_pass("warm_edited.py", lazily="return None")
+    assert selected() != before
+
+
+def test_within_once_a_class_is_looked_at_once_and_afterwards_anew():
+    @dataclass(frozen=True)
+    class Changing(declared()):
+        LIMIT = 1
+
+    p = Changing()
+    with fingerprints.once():
+        first = p.fingerprint()
+        with fingerprints.once():
+            assert p.fingerprint() == first
+        Changing.LIMIT = 2
+        assert p.fingerprint() == first
+    assert p.fingerprint() != first
