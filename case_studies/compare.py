@@ -215,47 +215,31 @@ def run_workload(
 
 
 def tune(
-    workloads: Sequence[str],
-    wanted: Sequence[tuple[str, str]],
-    how: How,
-    *,
-    jobs: int,
-    gpus: Sequence[str],
-    plan_dir: Path,
-) -> dict[str, Row]:
-    """Tunes fxopt's columns into the plan store, `jobs` at a time: they compile beside each other, and take turns to
-    measure. What a run finds is the same as in the workload's own process, which then applies the plans. Meanwhile
-    WARMING processes compile the other columns, so that the workload's own finds them in Inductor's caches.
+    workload: str, wanted: Sequence[tuple[str, str]], how: How, plan_dir: Path, gpu: str | None, *, jobs: int
+) -> Row:
+    """Tunes fxopt's columns of a workload into the plan store, `jobs` at a time: they compile beside each other, and
+    take turns to measure. What a run finds is the same as in the workload's own process, which then applies the plans.
+    Meanwhile WARMING processes compile the other columns, which the workload's own then finds in Inductor's caches.
 
-    The reports of fxopt's, by workload and column; a column whose process ends badly has none, and is tuned later.
+    The reports of fxopt's, by column; a column whose process ends badly has none, and is tuned later.
     """
-    tuned: dict[str, Row] = {name: {} for name in workloads}
+    tuned: Row = {}
 
-    def one(places: queue.Queue[str | None], workload: str, precision: str, column: str) -> None:
-        gpu, name = places.get(), f"{column} {precision}"
+    def one(precision: str, column: str) -> None:
         limit = 3 * how.tuning_limit + 120
-        try:
-            found, why = in_process(workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit)
-        finally:
-            places.put(gpu)
+        found, why = in_process(workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit)
         if found is None:
-            print(f"{workload}, {name}: not built beforehand, {why}", file=sys.stderr, flush=True)
+            print(f"{workload}, {column} {precision}: not built beforehand, {why}", file=sys.stderr, flush=True)
         elif found["report"] is not None:
-            tuned[workload][name] = found
+            tuned[f"{column} {precision}"] = found
 
-    first = sorted(workloads, key=lambda name: not name.startswith("gpt2"))
     ours = [column for column in wanted if column[1].startswith("fxopt")]
     others = [column for column in wanted if column not in ours and not column[1].startswith("eager")]
+    ablated = {(text.strip(), columns.fxopt_name(columns.DEFAULT_OBJECTIVE)) for text in how.ablate.split(",")}
+    ours.sort(key=lambda row: row not in ablated)  # they take longest
     with ThreadPoolExecutor(jobs) as tuning, ThreadPoolExecutor(WARMING) as warming:
-        at_work = [
-            pool.submit(one, places, name, *column)
-            for pool, places, some in (
-                (tuning, _places(jobs, gpus), ours),
-                (warming, _places(WARMING, gpus), others),
-            )
-            for name in first
-            for column in some
-        ]
+        at_work = [tuning.submit(one, *column) for column in ours]
+        at_work += [warming.submit(one, *column) for column in others]
         for done in at_work:
             done.result()
     return tuned
@@ -308,23 +292,24 @@ def compare(
     """Measure those workloads that `resume` does not find finished, in `jobs` processes at a time. More than there are
     GPUs share them: they compile beside each other, and take turns to measure.
 
-    tune_jobs: tune fxopt's columns before, so many at a time (0: in the workload's process, one after the other).
+    tune_jobs: tune a workload's columns before it is measured, so many at a time (0: in the workload's own process, one
+    after the other). With one job a workload is then measured while nothing else runs.
     """
     left = [name for name in workloads if not (resume and store.finished(name, wanted))]
     for name in workloads:
         if name not in left:
             print(f"{name}: finished at this commit", file=sys.stderr, flush=True)
-    tuned = tune(left, wanted, how, jobs=tune_jobs, gpus=gpus, plan_dir=plan_dir) if tune_jobs else {}
     free = _places(jobs, gpus)
 
     def one(name: str) -> None:
         gpu = free.get()
         try:
+            tuned = tune(name, wanted, how, plan_dir, gpu, jobs=tune_jobs) if tune_jobs else {}
             rows, evidence = run_workload(name, wanted, how, plan_dir, gpu)
         finally:
             free.put(gpu)
-        if evidence is not None and name in tuned:
-            evidence["tuned"] = tuned[name]
+        if evidence is not None and tuned:
+            evidence["tuned"] = tuned
         store.put(name, rows, evidence)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -344,7 +329,9 @@ def main() -> None:
         objectives: str = typer.Option("kernel,wall", help="fxopt's objectives, with commas."),
         json: Path = typer.Option(None, help="The list of rows. Rows of other workloads in it are kept."),
         jobs: int = typer.Option(1, min=1, help="Processes at once; on one GPU they take turns to measure."),
-        tune_jobs: int = typer.Option(0, min=0, help="Tune fxopt's columns before, so many processes at once."),
+        tune_jobs: int = typer.Option(
+            0, min=0, help="Tune a workload's columns before it is measured, so many processes at once."
+        ),
         resume: bool = typer.Option(False, "--resume", help="Leave workloads alone that are finished at this commit."),
         columns_: str = typer.Option(
             "", "--columns", help="Only these columns, with commas; -NAME leaves one out, NAME@PRECISION is one row."

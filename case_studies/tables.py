@@ -192,12 +192,16 @@ def _not_ablated(graph: Row) -> list[Row]:
 
 
 def graphs(rows: Sequence[Row], folder: Path | None) -> list[tuple[str, str, Row]]:
-    """(workload, column, graph report) of all evidence files beside the rows."""
+    """(workload, column, graph report) of all evidence files beside the rows. Where columns were tuned beforehand it is
+    the report of that, for a plan knows of no trials.
+    """
     found = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
         path = (folder or Path()) / "comparison_evidence" / f"{workload}.json"
         if folder is not None and path.exists():
-            reports = json.loads(path.read_text(encoding="utf-8"))["reports"]
+            evidence = json.loads(path.read_text(encoding="utf-8"))
+            tuned = {name: one["report"] for name, one in evidence.get("tuned", {}).items()}
+            reports = {name: tuned.get(name, report) for name, report in evidence["reports"].items()}
             found += [(workload, name, graph) for name, report in reports.items() for graph in report["graphs"]]
     return found
 

@@ -22,6 +22,7 @@ from passes.pad_matmul import PadMatmul
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
+GRAPHS = {"passes": ["cuda_graphs"]}  # all passes would take minutes, and keep what these tests are not about
 
 
 class Block(nn.Module):
@@ -55,7 +56,7 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_every_kernel_is_attributed_and_time_is_conserved(model, x):
     with torch.no_grad():
-        fn = torch.compile(model, backend="profile_guided", options={"disable": ["cuda_graphs"]})
+        fn = torch.compile(model, backend="profile_guided", options={"passes": []})
         assert error(fn(x), model(x)) < 1e-5
     graph = fxopt.last_report().graphs[0]
     assert graph.source == "tuned", graph.messages
@@ -70,7 +71,7 @@ def test_every_kernel_is_attributed_and_time_is_conserved(model, x):
 
 def test_a_launch_bound_model_is_graphed_and_its_outputs_keep(model, x):
     with torch.no_grad():
-        fn = torch.compile(model, backend="profile_guided")
+        fn = torch.compile(model, backend="profile_guided", options=GRAPHS)
         expected = [model(x), model(2 * x)]
         first = fn(x)
         kept = first.clone()
@@ -103,7 +104,7 @@ def test_a_replay_owns_the_workspaces_of_its_library_calls():
 
 def test_weights_that_move_are_captured_anew(model, x):
     with torch.no_grad():
-        fn = torch.compile(model, backend="profile_guided")
+        fn = torch.compile(model, backend="profile_guided", options=GRAPHS)
         fn(x)
         model[0].up.weight = nn.Parameter(torch.randn_like(model[0].up.weight))
         assert error(fn(x), model(x)) < 1e-5
@@ -112,16 +113,15 @@ def test_weights_that_move_are_captured_anew(model, x):
 
 
 def test_bf16_through_optimize_is_verified_and_keeps_no_cast_of_a_weight(model, x):
-    fast = fxopt.optimize(model, (x,), precision="bf16")
+    passes = ["freeze_weights", "promote_matmul_precision", "cuda_graphs"]
+    fast = fxopt.optimize(model, (x,), precision="bf16", passes=passes)
     graph = fast.report.graphs[0]
-    assert graph.passes == ["freeze_weights", "promote_matmul_precision", "cuda_graphs"], [
-        (c.name, c.reason) for c in graph.candidates
-    ]
+    assert graph.passes == passes, [(c.name, c.reason) for c in graph.candidates]
     with torch.no_grad():
         exact = model.double()(x.double())
         model.float()
     assert 1e-5 < error(fast(x), exact) < graph.verdict.limit
-    again = fxopt.optimize(model, (x,), precision="bf16")
+    again = fxopt.optimize(model, (x,), precision="bf16", passes=passes)
     assert again.report.graphs[0].source == "plan"
     assert error(again(x), exact) < graph.verdict.limit
 
@@ -130,12 +130,13 @@ def test_nothing_of_tf32_or_of_the_random_state_changes(model, x):
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     state = torch.cuda.get_rng_state()
     with torch.no_grad():
-        torch.compile(model, backend="profile_guided")(x)
+        torch.compile(model, backend="profile_guided", options=GRAPHS)(x)
     assert flags == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-def test_a_users_reduce_overhead_is_the_baseline_to_beat(model, x):
+def test_a_users_reduce_overhead_is_the_baseline_to_beat(model, x, monkeypatch):
+    monkeypatch.setenv("FXOPT_PASSES", "cuda_graphs")  # torch.compile takes no options beside a mode
     with torch.no_grad():
         fn = torch.compile(model, backend="profile_guided", mode="reduce-overhead")
         for _ in range(3):
@@ -237,7 +238,7 @@ def test_decoding_with_a_static_cache_is_graphed_and_changes_it_once_a_call(fres
     model = Decoder().eval().to(DEVICE)
     plain = copy.deepcopy(model)
     with torch.no_grad():
-        fn = torch.compile(model, backend="profile_guided", options={"passes": ["cuda_graphs"]})
+        fn = torch.compile(model, backend="profile_guided", options=GRAPHS)
         for step in range(16):  # a seventeenth would write outside of the cache
             x = torch.randn(1, 64, device=DEVICE)
             assert error(fn(x), plain(x)) < 1e-5, step
@@ -311,7 +312,7 @@ def test_a_padded_product_is_as_right_as_the_one_that_was_there():
 def test_another_profiler_is_named(model, x):
     """CUPTI serves one client at a time: under torch.profiler, measuring cannot work, and the model still runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]), torch.no_grad():
-        fn = torch.compile(model, backend="profile_guided")
+        fn = torch.compile(model, backend="profile_guided", options=GRAPHS)
         with pytest.warns(FxoptWarning, match="plain Inductor"):
             result = fn(x)
     assert error(result, model(x).detach()) < 1e-5
