@@ -5,7 +5,8 @@ library's own kernels. With `torch._dynamo.config.allow_rnn`, Dynamo's graph hol
 rnn_tanh, rnn_relu), which is unrolled into products for every step: launches without end. Sent back, it is one call
 again, `fxopt::rnn`, inside one graph, which `cuda_graphs` can then capture. Under `fxopt.optimize` every recurrent
 layer is that operator from the start (eager cuDNN is the baseline there), and what is left to choose is its precision:
-TF32 in this call alone, or fp16 or bf16 with the weights cast, and laid out as cuDNN wants them, once.
+TF32 in this call alone, or fp16 or bf16 with the weights cast, and laid out as cuDNN wants them, once. An LSTM can
+leave the library, too: `compute="split"` multiplies in split fp32, with a kernel for each step (`passes.split_rnn`).
 
 before                                   after
     y = lstm(x, hx, weights)                 y = fxopt.rnn(x, hx, weights, None, "lstm", ..., "tf32")
@@ -16,6 +17,7 @@ autocast, and other dtypes than fp32 where the precision is to change.
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import re
 from collections.abc import Iterable, Sequence
@@ -30,14 +32,17 @@ from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, Pass, PassContext, Stage
 from fxopt.torch_api.rnn import BeforeAutograd
+from passes import split_rnn
 
 #: the class that each way to compute needs: fp16's error is TF32's, but not its range
-CLASSES = {"": Precision.FP32, "tf32": Precision.TF32, "fp16": Precision.BF16, "bf16": Precision.BF16}
+CLASSES = {
+    "": Precision.FP32, "split": Precision.FP32, "tf32": Precision.TF32, "fp16": Precision.BF16, "bf16": Precision.BF16
+}  # fmt: skip
 
 
 #: Relative L2 error below which a way of computing need not be tried: a quarter of what two layers of 512 were off by
 #: on an H200 (7.5e-5, 9.0e-5, 1.0e-3).
-_ERROR = {"": 0.0, "tf32": 2e-5, "fp16": 2e-5, "bf16": 2.5e-4}
+_ERROR = {"": 0.0, "split": 0.0, "tf32": 2e-5, "fp16": 2e-5, "bf16": 2.5e-4}
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class RnnRedispatch(ConfigPass):
     before: ClassVar[tuple[str, ...]] = ("cuda_graphs",)
     enables: ClassVar[tuple[str, ...]] = ("cuda_graphs",)
 
-    #: what the layers compute in: as eager does (""), "tf32", "fp16" or "bf16"
+    #: what the layers compute in: as eager does (""), "tf32", "fp16", "bf16", or "split", which no run proposes yet
     compute: str = ""
 
     def __post_init__(self) -> None:
@@ -74,6 +79,7 @@ class RnnRedispatch(ConfigPass):
         # On a CPU, a session has nothing to send back: oneDNN takes weights as they lie.
         ways: tuple[str, ...] = ("bf16",) if context.session else ("bf16", "")
         if context.device.type == "cuda":
+            # Not "split": its kernel ran in Triton's interpreter alone, and has not been measured.
             ways = ("tf32", "fp16", "bf16", "")
         found = [RnnRedispatch(way) for way in ways]
         return [p for p in found if not p.applicable(context)] or (self,)
@@ -91,6 +97,11 @@ class RnnRedispatch(ConfigPass):
             return f"{self.compute} needs precision={CLASSES[self.compute].value!r}"
         if context.budget.max_rel_l2 is not None and context.budget.max_rel_l2 < _ERROR[self.compute]:
             return f"products in {self.compute} are off by more than the error asked for"
+        if self.compute == "split":
+            if "float16" not in context.matrix_units:
+                return f"{context.device} has no fp16 matrix units"
+            if importlib.util.find_spec("triton") is None:
+                return "Triton is not installed, and the kernels are written in it"
         if self.compute in ("tf32", "fp16") and context.device.type != "cuda":
             return f"{self.compute} is cuDNN's, and this graph is on {context.device}"
         if self.compute == "bf16" and "bfloat16" not in context.matrix_units:
@@ -119,7 +130,10 @@ class RnnRedispatch(ConfigPass):
                 continue
             projects = len(weights) % (5 if args[5] else 3) == 0 and len(weights) % (4 if args[5] else 2) != 0
             pack = context.device.type == "cuda" and _scattered(weights) and not projects
-            if projects and self.compute in ("fp16", "bf16"):
+            if self.compute == "split":
+                why = split_rnn.refusal(args)
+                yield 2 * number, Candidate(node.name, f"{why}")
+            elif projects and self.compute in ("fp16", "bf16"):
                 yield 0, Candidate(node.name, "it projects its hidden state: its weights cannot be laid out for cuDNN")
             elif rnn.on_library(node) and not self.compute and not pack:
                 yield 0, Candidate(node.name, "it is on the library's kernels already, in the precision asked for")
@@ -138,26 +152,33 @@ class RnnRedispatch(ConfigPass):
     def configure(self, accepted: Sequence[int], context: PassContext) -> Configuration:
         # A candidate's number says which layer it is, and whether its weights have to be brought together.
         layers = [(number // 2, bool(number % 2)) for number in accepted]
-        return Configuration(patches={BeforeAutograd.OPTION: _Rewrite(layers, self)})
+        return Configuration(patches={BeforeAutograd.OPTION: _Rewrite(layers, self, context)})
 
     def took_effect(self, compiled: Any, accepted: Sequence[int], context: PassContext) -> int:
         if compiled.post_grad is None:  # there was nothing to compile
             return 0
-        found = [n for n in rnn.nodes(compiled.post_grad.graph) if n.args[-1] == self.compute]
+        graph = compiled.post_grad.graph
+        if self.compute == "split":  # one layer of nn.LSTM or more each
+            return min(len(graph.find_nodes(op="call_function", target=split_rnn.STEPS)), len(accepted))
+        found = [n for n in rnn.nodes(graph) if n.args[-1] == self.compute]
         return min(len(found), len(accepted))
 
 
 class _Rewrite(BeforeAutograd):
     """layers: which to rewrite, by number, and whether to lay out their weights."""
 
-    def __init__(self, layers: Sequence[tuple[int, bool]], p: RnnRedispatch) -> None:
+    def __init__(self, layers: Sequence[tuple[int, bool]], p: RnnRedispatch, context: PassContext) -> None:
         super().__init__()
         self.layers, self.compute, self._fingerprint = tuple(layers), p.compute, p.fingerprint()
+        self._cache, self._session = context.cache, context.session
 
     def rewrite(self, graph: fx.Graph) -> None:
         found = rnn.nodes(graph)
         for number, pack in self.layers:
-            rnn.rewrite(found[number], self.compute, pack)
+            if self.compute == "split":
+                split_rnn.rewrite(found[number], self._cache, constant=self._session)
+            else:
+                rnn.rewrite(found[number], self.compute, pack)
 
     def key(self) -> str:
         return f"{self.layers} {self._fingerprint}"

@@ -11,7 +11,10 @@ from torch import nn
 
 import fxopt
 from fxopt import registry, rnn
+from passes.cuda_graphs import GraphReplay
+from passes.kernels import launch
 from passes.rnn_redispatch import RnnRedispatch
+from passes.split_rnn import split_lstm
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -124,3 +127,72 @@ def test_changed_weights_are_seen_in_a_captured_graph(x):
         assert torch.equal(fast(x), model(x))
         fast.load_state_dict(Recurrent(nn.LSTM).to(DEVICE).state_dict())
         assert torch.equal(fast(x), model(x))
+
+
+# ---------------------------------------------------------------- split products
+
+
+def split_of(layer: nn.LSTM, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    weights = [w.detach() for w in layer._flat_weights]
+    choices, rows = launch.choices_in(None), x.size(0) * x.size(1)
+    widths = [w.size(1) for w in weights[:: 4 if layer.bias else 2]]
+    products = [launch.Product(rows, 4 * layer.hidden_size, width, bias=layer.bias) for width in widths]
+    tiles = [choices.tile(product, x.device)[0] for product in products]
+    return split_lstm(x, state, weights, layer.bias, layer.num_layers, layer.batch_first, tiles, constant=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "width", "layers"),
+    [(32, 128, 512, 2), (8, 64, 256, 2), (128, 16, 1024, 1), (3, 5, 48, 3), (70, 4, 80, 1)],
+)
+def test_an_lstm_in_split_products_is_at_most_4_times_as_far_off_as_cudnn(batch, steps, width, layers):
+    layer = nn.LSTM(width, width, layers, batch_first=True).to(DEVICE).eval()
+    x = torch.randn(batch, steps, width, device=DEVICE)
+    state = tuple(torch.randn(layers, batch, width, device=DEVICE) for _ in range(2))
+    with torch.no_grad():
+        found, (own, own_states) = split_of(layer, x, state), layer(x, state)
+        again = split_of(layer, x, state)
+        exact, exact_states = layer.double()(x.double(), tuple(s.double() for s in state))
+    assert all(map(torch.equal, found, again))
+    for mine, theirs, right in zip(found, (own, *own_states), (exact, *exact_states), strict=True):
+        error, reference = ((t.double() - right).norm() / right.norm() for t in (mine, theirs))
+        assert error <= max(4 * reference, 2.0**-21), (error, reference)
+        assert mine.stride() == theirs.stride()
+
+
+def test_what_planes_cannot_hold_is_where_cudnn_has_it():
+    layer = nn.LSTM(64, 64, 2, batch_first=True).to(DEVICE).eval()
+    x = torch.randn(6, 9, 64, device=DEVICE)
+    x[0, 3, 5], x[1, 2, 7], x[2, 0, 0] = float("inf"), float("nan"), 1e30
+    state = tuple(torch.randn(2, 6, 64, device=DEVICE) for _ in range(2))
+    with torch.no_grad():
+        layer.weight_hh_l0[70, 3] = 1e20
+        layer.weight_hh_l1[5, 9] = 1e-30
+        found, (own, own_states) = split_of(layer, x, state), layer(x, state)
+    for mine, theirs in zip(found, (own, *own_states), strict=True):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        finite = theirs.isfinite()
+        assert (mine - theirs)[finite].abs().max() <= 1e-4  # a saturated gate turns on the last bit of its sum
+
+
+def test_steps_replay_in_a_graph():
+    layer = nn.LSTM(256, 256, 2, batch_first=True).to(DEVICE).eval()
+    state = tuple(torch.zeros(2, 8, 256, device=DEVICE) for _ in range(2))
+    inputs = [torch.randn(8, 32, 256, device=DEVICE) for _ in range(3)]
+    with torch.no_grad():
+        replay = GraphReplay(lambda x: split_of(layer, x, state), static=frozenset(), device=DEVICE, warmup=2)
+        for x in inputs:
+            assert all(map(torch.equal, replay(x), split_of(layer, x, state)))
+
+
+def test_a_model_with_it_is_verified_and_timed(x, monkeypatch):
+    monkeypatch.setattr(RnnRedispatch, "variants", lambda self, context: [RnnRedispatch("split")])
+    model = Recurrent(nn.LSTM).to(DEVICE).eval()
+    fast = fxopt.optimize(model, (x,), passes=["rnn_redispatch", "freeze_weights", "cuda_graphs"])
+    (graph,) = fast.report.graphs
+    outcomes = [(c.name, c.outcome, c.reason) for c in graph.candidates]
+    tried = [c for c in graph.candidates if c.options.get("rnn_redispatch") == {"compute": "split"}]
+    assert any(c.verdict and c.verdict.ok and c.paired for c in tried), outcomes
+    with torch.no_grad():
+        own = model(x)
+        assert (fast(x) - own).norm() / own.norm() < 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -283,3 +284,64 @@ def test_compiled_code_calls_the_operator_and_gives_the_same_numbers(compute):
     called = {node.target for node in compiled.post_grad.graph.nodes}
     assert rnn.RNN in called
     assert rnn.PACK not in called, "frozen weights are laid out once"
+
+
+# ---------------------------------------------------------------- split products
+
+
+def split_context(gm: Any) -> Any:
+    labels = testing.labels(gm, Axis.LAUNCH_BOUND)
+    return testing.context(RnnRedispatch("split"), labels=labels, matrix_units=frozenset({"float16"}))
+
+
+@pytest.mark.parametrize(("batch_first", "bias", "layers"), [(True, True, 2), (False, False, 1)])
+def test_an_lstm_in_split_products_is_as_accurate_as_eager(batch_first, bias, layers):
+    from fxopt.torch_api import inductor
+    from passes.split_rnn import STEPS
+
+    model = Tagger(nn.LSTM(24, 32, layers, batch_first=batch_first, bias=bias)).eval()
+    x, p = torch.randn(5, 3, 24), RnnRedispatch("split")
+    gm, real = graph_of(model, x)
+    context = split_context(gm)
+    with torch.no_grad():
+        accepted, report = consider(p, gm, real, context)
+        assert len(accepted) == 1, report
+        patches = p.configure(accepted, context).patches
+        freeze = frozenset(i for i, value in enumerate(real) if isinstance(value, nn.Parameter))
+        compiled = inductor.compile_graph(gm, real, patches=patches, freeze=freeze, capture=True)
+        got, own, exact = compiled.flat(real)(*real), model(x), model.double()(x.double())
+    assert p.took_effect(compiled, accepted, context) == 1
+    assert len(compiled.post_grad.graph.find_nodes(op="call_function", target=STEPS)) == layers
+    assert not any(rnn.is_rnn(node) for node in compiled.post_grad.graph.nodes)
+    for mine, theirs, right in zip(got, own, exact, strict=True):
+        assert mine.stride() == theirs.stride()
+        error, reference = ((t.double() - right).norm() / right.norm() for t in (mine, theirs))
+        assert error <= max(4 * reference, 2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("because", "make"),
+    [
+        ("it is no LSTM (gru)", lambda: nn.GRU(16, 32)),
+        ("it is bidirectional", lambda: nn.LSTM(16, 32, bidirectional=True)),
+        ("it projects its hidden state", lambda: nn.LSTM(16, 32, proj_size=16)),
+        ("40 units and 16 inputs do not fill", lambda: nn.LSTM(16, 40)),
+        ("32 units and 8 inputs do not fill", lambda: nn.LSTM(8, 32)),
+    ],
+)
+def test_what_has_no_split_form_is_left_alone(because, make):
+    layer = make().eval()
+    gm, real = graph_of(Tagger(layer).eval(), torch.randn(5, 3, layer.input_size))
+    with torch.no_grad():
+        accepted, report = consider(RnnRedispatch("split"), gm, real, split_context(gm))
+    assert not accepted and because in report.refused[0][1]
+
+
+def test_split_products_need_fp16_units_and_triton(monkeypatch):
+    p = RnnRedispatch("split")
+    assert "no fp16 matrix units" in p.applicable(testing.context(p, device="cuda", matrix_units=frozenset()))
+    units = testing.context(p, device="cuda", matrix_units=frozenset({"float16"}))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in p.applicable(units)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert p.applicable(units) == ""

@@ -1,0 +1,164 @@
+"""LSTM layers in split fp32: input products of all steps at once, and a kernel a step for the rest.
+
+The library's fp32 LSTM multiplies on fp32 units, in several launches a step. Here the products with the input, half of
+the arithmetic, are one `fxopt::split_gemm` a layer; what is left of a step is one launch (`fxopt::lstm_steps`,
+`passes.kernels.lstm_steps`). Both are as accurate as fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxopt import rnn
+from passes.kernels import launch
+from passes.kernels.launch import Product, Tile
+from passes.split_products import joined, split
+
+__all__ = ["STEPS", "products", "refusal", "rewrite", "split_lstm"]
+
+#: rows longer than this are scaled by blocks of so many elements, as in split_precision_gemm
+_WHOLE_ROW, _BLOCK = 1024, 128
+
+torch.library.define(
+    "fxopt::lstm_steps",
+    "(Tensor first, Tensor pre, Tensor cell, Tensor w_hi, Tensor w_lo, Tensor w_scale) -> (Tensor, Tensor)",
+)
+STEPS: Any = torch.ops.fxopt.lstm_steps.default
+
+
+@torch.library.impl("fxopt::lstm_steps", "Meta")
+def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return pre.new_empty(*pre.shape[:2], cell.shape[-1]), cell.new_empty(cell.shape)
+
+
+@torch.library.impl("fxopt::lstm_steps", "CPU")
+def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, gates = joined(w_hi, w_lo, w_scale), first
+    states: list[torch.Tensor] = []
+    for step in range(pre.shape[0]):
+        if step:
+            gates = pre[step] + states[-1] @ weight.mT
+        i, f, g, o = gates.chunk(4, -1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        states.append(o.sigmoid() * cell.tanh())
+    return torch.stack(states), cell.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.impl("fxopt::lstm_steps", "CUDA")
+def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from passes.kernels import lstm_steps
+
+    return lstm_steps.launch(first, pre, cell, (w_hi, w_lo, w_scale))
+
+
+def refusal(args: Sequence[Any]) -> str:
+    """Why a layer, by the arguments of `fxopt::rnn` as nodes, cannot be computed so; "" where it can."""
+    input, hx, weights, _, mode, has_biases, _, bidirectional, _ = args
+    if mode != "lstm":
+        return f"it is no LSTM ({mode})"
+    if bidirectional:
+        return "it is bidirectional"
+    of_a_layer = 4 if has_biases else 2
+    if len(weights) % of_a_layer:
+        return "it projects its hidden state"
+    values = [_value(node) for node in (input, *hx, *weights)]
+    if any(not isinstance(v, torch.Tensor) or v.dtype != torch.float32 for v in values):
+        return "its tensors are not all float32"
+    shape = values[0].shape
+    if len(shape) != 3 or not all(isinstance(size, int) for size in shape):
+        return "its sizes are symbolic, or it has no batch"
+    hidden, inputs = values[1].shape[-1], [values[3 + i].shape[-1] for i in range(0, len(weights), of_a_layer)]
+    if hidden % 16 or min(inputs) < 16 or not shape[0] * shape[1]:
+        return f"{hidden} units and {min(inputs)} inputs do not fill a matrix unit's tiles"
+    return ""
+
+
+def products(args: Sequence[Any]) -> list[Product]:
+    """The products with the input, a layer each, of a layer that `refusal` does not refuse."""
+    input, hx, weights, _, _, has_biases, num_layers, _, _ = args
+    shape, hidden = _value(input).shape, _value(hx[0]).shape[-1]
+    found = []
+    for layer in range(num_layers):
+        k = _value(weights[layer * (4 if has_biases else 2)]).shape[-1]
+        block = _BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 else 0
+        found.append(Product(shape[0] * shape[1], 4 * hidden, k, block=block, bias=has_biases))
+    return found
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
+
+
+def split_lstm(
+    input: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    batch_first: bool,
+    tiles: Sequence[Tile],
+    constant: bool,
+) -> list[torch.Tensor]:
+    """Output, last hidden state and last cell state, as `fxopt::rnn` gives them. To be traced.
+
+    input [batch, steps, inputs] (`batch_first`) or [steps, batch, inputs]; hx two of [layers, batch, hidden]; weights
+    as `nn.LSTM` has them. tiles: of `split_gemm`, a layer each. constant: whether the weights are about to be folded.
+    """
+    x = input.transpose(0, 1) if batch_first else input
+    length, batch, _ = x.shape
+    of_a_layer = 4 if has_biases else 2
+    hidden, cells = [], []
+    for layer in range(num_layers):
+        w_ih, w_hh, *biases = weights[layer * of_a_layer : (layer + 1) * of_a_layer]
+        gates = _product(x.reshape(length * batch, -1), w_ih, biases, tiles[layer], constant)
+        pre = gates.view(length, batch, gates.shape[-1])
+        # The state that a caller gives may be any number: it is multiplied in fp32.
+        first = pre[0] + hx[0][layer] @ w_hh.mT
+        x, cell = torch.ops.fxopt.lstm_steps(first, pre, hx[1][layer], *_split(w_hh, constant))
+        hidden.append(x[-1])
+        cells.append(cell)
+    return [x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)]
+
+
+def _split(weight: torch.Tensor, constant: bool) -> Sequence[torch.Tensor]:
+    # One operator where it is run once, when the graph is folded; graph code for Inductor to fuse where it is not.
+    return torch.ops.fxopt.split_weight(weight.mT, "columns") if constant else split(weight)
+
+
+def _product(
+    rows: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], tile: Tile, constant: bool
+) -> torch.Tensor:
+    k = rows.shape[-1]
+    parts = split(rows.contiguous(), _BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 else 0)
+    bias = biases[0] + biases[1] if biases else None
+    inside = bias if tile[3] <= 1 else None
+    result = torch.ops.fxopt.split_gemm(*parts, *_split(weight, constant), inside, list(tile))
+    if tile[3] > 1:
+        result = result.sum(-3)
+        return result if bias is None else result + bias
+    return result
+
+
+def rewrite(node: fx.Node, folder: Path | None, constant: bool) -> fx.Node:
+    """Put `split_lstm` in the place of a recurrent layer of Dynamo's graph that `refusal` does not refuse.
+
+    folder: where the tiles measured on this device are kept.
+    """
+    args = rnn.arguments(node)
+    input, hx, weights, _, mode, has_biases, num_layers, _, batch_first = args
+    choices, device = launch.choices_in(folder), _value(input).device
+    tiles = [choices.tile(product, device)[0] for product in products(args)]
+    given = (input, hx, weights, has_biases, num_layers, batch_first, tiles, constant)
+    with node.graph.inserting_before(node):
+        new = node.graph.create_node("call_function", split_lstm, given, name=mode)
+    for key in ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in node.meta:
+            new.meta[key] = node.meta[key]
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new

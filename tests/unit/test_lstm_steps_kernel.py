@@ -1,0 +1,171 @@
+"""The kernel of an LSTM's steps, run by Triton's interpreter on the CPU, against the operator's own form and fp64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the kernel on the CPU")
+ROOT = Path(__file__).parents[2]
+
+#: Run in a process of its own, for Triton decides while it is imported whether to interpret.
+COMMON = """
+import math, torch
+import triton.runtime.interpreter as interpreter
+from passes.kernels.lstm_steps import Config, launch
+from passes.split_products import split
+from passes.split_rnn import STEPS
+
+patch = interpreter._patch_lang_tensor
+
+def patch_with_index(tensor, scope):
+    # Triton 3.6's own makes an int of an array of one dimension, which numpy 2.4 no longer does.
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+interpreter._patch_lang_tensor = patch_with_index
+torch.manual_seed(0)
+
+def layer(steps, batch, hidden, gain=1.0):
+    weight = torch.randn(4 * hidden, hidden) * gain / hidden**0.5
+    return torch.randn(batch, 4 * hidden), torch.randn(steps, batch, 4 * hidden), torch.randn(batch, hidden), weight
+
+def exact(first, pre, cell, weight):
+    first, pre, cell, weight = (t.double() for t in (first, pre, cell, weight))
+    states, gates = [], first
+    for step in range(pre.shape[0]):
+        if step:
+            gates = pre[step] + states[-1] @ weight.mT
+        i, f, g, o = gates.chunk(4, -1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        states.append(o.sigmoid() * cell.tanh())
+    return torch.stack(states), cell
+"""
+
+NUMBERS = """
+CASES = [
+    # steps, batch, hidden, rows, units, depth
+    (5, 16, 32, Config(16, 4, 16)),   # several steps of the product
+    (4, 5, 48, Config(16, 8, 16)),    # a batch that fills no tile
+    (3, 33, 32, Config(32, 16, 32)),  # two tiles of the batch, the second with one row
+    (1, 3, 16, Config(16, 4, 16)),    # a single step: no product
+    (6, 2, 80, Config(16, 16, 16)),   # units that no tile divides
+]
+for steps, batch, hidden, config in CASES:
+    first, pre, cell, weight = layer(steps, batch, hidden, 2.0)
+    before = [t.clone() for t in (first, pre, cell)]
+    found = launch(first, pre, cell, split(weight), config)
+    own, true = STEPS(first, pre, cell, *split(weight)), exact(first, pre, cell, weight)
+    for mine, theirs, right in zip(found, own, true, strict=True):
+        assert mine.shape == theirs.shape and mine.is_contiguous()
+        error, reference = ((t.double() - right).norm() / right.norm() for t in (mine, theirs))
+        assert error <= max(4 * reference, 2.0**-22), (steps, batch, hidden, error, reference)
+    assert all(map(torch.equal, before, (first, pre, cell))), "inputs stay as they are"
+print("agrees")
+"""
+
+SPECIAL = """
+config = Config(16, 4, 16)
+# A weight that planes cannot hold, and saturated, infinite and undefined gates.
+first, pre, cell, weight = layer(4, 6, 32)
+weight[5, 3], weight[40, 7] = 1e-30, 1e20
+first[0, 0], pre[1, 1, 40], pre[2, 2, 70] = math.inf, -math.inf, 1e30
+pre[1, 3, 5] = math.nan
+cell[4, 3] = math.inf
+found = launch(first, pre, cell, split(weight), config)
+own = STEPS(first, pre, cell, *split(weight))
+for mine, theirs in zip(found, own, strict=True):
+    assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.isinf(), theirs.isinf())
+    finite = theirs.isfinite()
+    assert finite.any() and not finite.all()
+    assert (mine - theirs)[finite].abs().max() <= 2e-6 * theirs[finite].abs().max()
+# Small states keep their relative error down to 2^-28.
+for size in (1e-3, 1e-6, 1e-8):
+    first, pre, cell, weight = layer(3, 4, 32)
+    first, pre, cell = first * size, pre * size, cell * size
+    (mine, _), (right, _) = launch(first, pre, cell, split(weight), config), exact(first, pre, cell, weight)
+    assert (mine.double() - right).norm() / right.norm() <= 1e-6, size
+print("agrees")
+"""
+
+GUARDED = """
+# What lies beside the tensors is neither written nor, were it undefined, read.
+config = Config(32, 16, 16)
+first, pre, cell, weight = layer(3, 5, 48)
+def guarded(t):
+    around = torch.full((t.numel() + 4096,), math.nan)
+    inside = around[2048 : 2048 + t.numel()].view(t.shape)
+    return inside.copy_(t)
+held, original = [], torch.Tensor.new_empty
+def new_empty(self, *shape, dtype=None, **others):
+    if others:  # the interpreter's own
+        return original(self, *shape, dtype=dtype, **others)
+    size, dtype = math.prod(shape), dtype or self.dtype
+    around = torch.full((size + 4096,), 7.0, dtype=dtype)
+    held.append((around, size))
+    return around[2048 : 2048 + size].view(shape)
+inputs = [guarded(t) for t in (first, pre, cell)]
+planes = split(weight)
+torch.Tensor.new_empty = new_empty
+found = launch(*inputs, planes, config)
+assert len(held) == 2
+for around, size in held:
+    assert (around[:2048] == 7).all() and (around[2048 + size :] == 7).all()
+right = exact(first, pre, cell, weight)
+assert all((a.double() - b).norm() / b.norm() < 1e-6 for a, b in zip(found, right))
+print("agrees")
+"""
+
+
+@pytest.mark.parametrize("check", [NUMBERS, SPECIAL, GUARDED], ids=["numbers", "special", "guarded"])
+def test_the_kernel_computes_what_the_operator_says(check):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", COMMON + check], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "agrees", run.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("batch", "hidden"), [(1, 16), (32, 512), (128, 1024), (300, 2048), (8, 80)])
+def test_programs_have_few_units_and_a_step_that_divides_the_product(batch, hidden):
+    from passes.kernels.lstm_steps import choose
+
+    chosen = choose(batch, hidden, 132)
+    assert hidden % chosen.depth == 0 and 16 <= chosen.rows <= 64
+    programs = -(-hidden // chosen.units) * -(-batch // chosen.rows)
+    assert programs <= 132 or chosen.units == 16
+    loads = (chosen.rows + 4 * chosen.units) * chosen.depth * 4 * chosen.stages
+    assert loads <= 227 * 1024
+
+
+@pytest.mark.skipif(
+    not torch.version.cuda, reason="this torch was built without CUDA: its Triton has no backend for it"
+)
+@pytest.mark.parametrize("config", [(32, 4), (64, 16), (16, 4)])
+def test_the_kernel_compiles_for_an_h200_and_uses_its_matrix_units(config):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from passes.kernels.lstm_steps import kernel
+
+    if not isinstance(kernel, triton.JITFunction):
+        pytest.skip("Triton interprets in this process")
+    fixed = {"HIDDEN": 512, "BM": config[0], "UNITS": config[1], "BK": 64}
+    kinds = dict.fromkeys(("pre", "out", "cell", "w_scale"), "*fp32")
+    kinds |= dict.fromkeys(("planes", "w_high", "w_low"), "*fp16")
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*kinds, "batch")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 4})
+    ptx = compiled.asm["ptx"]
+    assert ("mma.sync" in ptx or "wgmma" in ptx) and "cp.async" in ptx
+    assert compiled.metadata.shared <= 227 * 1024
