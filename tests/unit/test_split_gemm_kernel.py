@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton_interpreter import agrees
 
 pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the kernel on the CPU")
-ROOT = Path(__file__).parents[2]
 
-#: Run in a process of its own, for Triton decides while it is imported whether to interpret.
 COMMON = """
 import contextlib, math, torch
-import triton.runtime.interpreter as interpreter
 from passes.kernels import launch
 from passes.split_products import joined, rounded_once, split
 
-patch = interpreter._patch_lang_tensor
-
-def patch_with_index(tensor, scope):
-    # Triton 3.6's own makes an int of an array of one dimension, which numpy 2.4 no longer does.
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-interpreter._patch_lang_tensor = patch_with_index
 torch.cuda.device = lambda device: contextlib.nullcontext()  # nothing of it is needed by the interpreter
 torch.manual_seed(0)
 
@@ -126,11 +112,7 @@ print("agrees")
 
 
 def interpreted(check: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", COMMON + check], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert run.stdout.strip() == "agrees", run.stderr[-2000:]
+    agrees(COMMON + check)
 
 
 def test_numbers_are_fp32s_for_any_edge_block_share_and_bias():
