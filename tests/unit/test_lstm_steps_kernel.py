@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from triton_interpreter import agrees
+from triton_checks import agrees, compiled_for_h200
 
 pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the kernel on the CPU")
 
@@ -124,29 +123,14 @@ def test_programs_have_few_units_and_a_step_that_divides_the_product(batch, hidd
     assert loads <= 227 * 1024
 
 
-@pytest.mark.skipif(
-    not torch.version.cuda, reason="this torch was built without CUDA: its Triton has no backend for it"
-)
 @pytest.mark.parametrize("config", [(32, 4), (64, 16), (16, 4)])
 def test_the_kernel_compiles_for_an_h200_and_uses_its_matrix_units(config):
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from passes.kernels.lstm_steps import kernel
 
-    if not isinstance(kernel, triton.JITFunction):
-        pytest.skip("Triton interprets in this process")
     fixed = {"HIDDEN": 512, "BM": config[0], "UNITS": config[1], "BK": 64}
     kinds = dict.fromkeys(("pre", "out", "cell", "w_scale"), "*fp32")
     kinds |= dict.fromkeys(("planes", "w_high", "w_low"), "*fp16")
-    names = kernel.arg_names
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*kinds, "batch")},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 4})
+    compiled = compiled_for_h200(kernel, fixed, kinds, (*kinds, "batch"), num_warps=4, num_stages=4)
     ptx = compiled.asm["ptx"]
     assert ("mma.sync" in ptx or "wgmma" in ptx) and "cp.async" in ptx
     assert compiled.metadata.shared <= 227 * 1024

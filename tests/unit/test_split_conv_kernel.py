@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from triton_interpreter import agrees
+from triton_checks import agrees, compiled_for_h200
 
 pytest.importorskip("triton")
 
@@ -66,31 +65,15 @@ def test_tiles_divide_the_channels_and_fill_the_device_where_they_can(pixels, ou
 
 
 def test_the_kernel_compiles_for_an_h200_and_uses_its_matrix_units():
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from passes.kernels.split_conv import kernel
 
-    if not isinstance(kernel, triton.JITFunction):
-        pytest.skip("Triton interprets in this process")
     planes = ("x_high", "x_low", "w_high", "w_low")
     fixed = {
         "CHANNELS": 64, "KERNEL_H": 3, "KERNEL_W": 3, "TERMS": 3, "HAS_BIAS": True,
         "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64,
     }  # fmt: skip
     kinds = dict.fromkeys(planes, "*fp16") | dict.fromkeys(("x_scale", "w_scale", "bias", "out"), "*fp32")
-    names = kernel.arg_names
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in kinds},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+    compiled = compiled_for_h200(kernel, fixed, kinds, kinds, num_warps=4, num_stages=3)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
     assert compiled.metadata.shared <= 227 * 1024
-
-
-if not torch.version.cuda:
-    pytestmark = pytest.mark.skip("this torch was built without CUDA, and its Triton has no backend for it")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
-from triton_interpreter import agrees
+from triton_checks import agrees, compiled_for_h200
+
+from passes.kernels import launch
 
 pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the kernel on the CPU")
 
@@ -135,35 +137,49 @@ def test_planes_of_other_layouts_are_read_by_their_strides():
     interpreted(STRIDES)
 
 
-@pytest.mark.skipif(
-    not torch.version.cuda, reason="this torch was built without CUDA: its Triton has no backend for it"
-)
 @pytest.mark.parametrize("terms", [3, 1])
 def test_the_kernel_compiles_for_an_h200_and_uses_its_matrix_units(terms):
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from passes.kernels.split_gemm import split_gemm
 
-    if not isinstance(split_gemm, triton.JITFunction):
-        pytest.skip("Triton interprets in this process")
     fixed = {
         "BM": 64, "BN": 64, "BK": 64, "BLOCK": 0, "BLOCKS": 1, "TERMS": terms,
         "EVEN_K": True, "HAS_BIAS": True, "GROUP": 8, "stride_ak": 1, "stride_bk": 1,
     }  # fmt: skip
     kinds = dict.fromkeys(("a_hi", "a_lo", "b_hi", "b_lo"), "*fp16")
     kinds |= dict.fromkeys(("a_scale", "b_scale", "bias", "out"), "*fp32")
-    names = split_gemm.arg_names
     aligned = [*kinds, "K", "stride_am", "stride_bn", "batch_a", "batch_b"]
-    source = triton.compiler.ASTSource(
-        fn=split_gemm,
-        signature={name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+    compiled = compiled_for_h200(split_gemm, fixed, kinds, aligned, num_warps=4, num_stages=3)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
+    assert compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("terms", [3, 1])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 64), (128, 256)], ids=str)
+@pytest.mark.parametrize("even", [False, True], ids=["whole tiles", "even parts"])
+def test_the_kernels_for_hopper_compile(terms, tile, even):
+    hopper = pytest.importorskip("passes.kernels.split_gemm_hopper", reason="needs a Triton with Gluon for Hopper")
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    known = [(*size[:2], size[5]) for size in (launch.HOPPER_TILES if terms == 3 else launch.HOPPER_SINGLE_TILES)]
+    found = [stages for *size, stages in known if tuple(size) == tile]
+    if not found or (even and terms == 1):
+        pytest.skip("no such tile is tried")
+    (bm, bn), bk = tile, 64
+    kernel = hopper.split_gemm_hopper if terms == 3 else hopper.scaled_gemm_hopper
+    fixed: dict[str, Any] = {"BM": bm, "BN": bn, "BK": bk, "STAGES": found[0], "HAS_BIAS": True, "GROUP": 8}
+    fixed |= {"BLOCK": 0, "BLOCKS": 1, "EVEN": even} if terms == 3 else {}
+    kinds = dict.fromkeys(("a_hi", "a_lo", "b_hi", "b_lo"), "*fp16") | {"counts": "*i32"}
+    kinds |= dict.fromkeys(("a_scale", "b_scale", "bias", "out", "sums"), "*fp32")
+    for side, rows in (("a", bm), ("b", bn)):
+        layout = gl.NVMMASharedLayout.get_default_for([rows, bk], gl.float16)
+        for name in (f"{side}h_desc", f"{side}l_desc", f"{side}_desc"):
+            kinds[name] = f"tensordesc<fp16{[rows, bk]},{layout!r}>"
+    kinds = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*"]
+    compiled = compiled_for_h200(kernel, fixed, kinds, aligned, of=GluonASTSource, num_warps=4, maxnreg=168)
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 227 * 1024
 
 
