@@ -104,6 +104,12 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
         return copied.copy_(value)
 
 
+def _filled(place: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`place` with what `value` holds."""
+    with torch.inference_mode(False), torch.no_grad():
+        return place.copy_(value)
+
+
 def _by_dtype(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """`positions` in groups whose tensors one kernel can copy."""
     groups: dict[torch.dtype, list[int]] = {}
@@ -115,9 +121,11 @@ def _by_dtype(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list
 class _Captured:
     """One capture: the graph, its fixed inputs and its outputs.
 
-    other: a capture of the same code whose pool is used. lends: whether outputs may be handed out where they lie. Only
-    the first capture of a pool may: nothing that it keeps is given to a later one, which does use again what the first
-    needs for a while. twin: whether `other` was captured for these arguments, so that its fixed inputs can be shared.
+    stream: what it is captured on, one for all that share a pool, for a pool's memory is used again on the stream alone
+    that had it. other: a capture of the same code whose pool is used. lends: whether outputs may be handed out where
+    they lie. Only the first capture of a pool may: nothing that it keeps is given to a later one, which does use again
+    what the first needs for a while. twin: whether `other` was captured for these arguments, so that its fixed inputs
+    can be shared.
     """
 
     def __init__(
@@ -127,6 +135,7 @@ class _Captured:
         static: frozenset[int],
         written: frozenset[int],
         warmup: int,
+        stream: Any,
         other: _Captured | None = None,
         lends: bool = False,
         twin: bool = False,
@@ -138,7 +147,7 @@ class _Captured:
         self.constants = [(i, value) for i, value in enumerate(args) if not isinstance(value, torch.Tensor)]
         shared: list[Any] | None = other.args if twin and other is not None else None
         self.args: list[Any] = [
-            value if i not in self.copied else _copy(value) if shared is None else shared[i]
+            value if i not in self.copied else _copy(value) if shared is None else _filled(shared[i], value)
             for i, value in enumerate(args)
         ]
         groups = _by_dtype(self.copied, self.args)
@@ -148,7 +157,6 @@ class _Captured:
         # What is written to stays as it is until the first replay: only copies of it are written while warming up.
         rehearsal = [_copy(value) if i in self.written else value for i, value in enumerate(self.args)]
         forms = [_form(rehearsal[i]) for i in self.written]
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         rehearsed: Any = None
         with torch.cuda.stream(stream):
@@ -189,9 +197,11 @@ class _Captured:
         tensors_out = [k for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
         # What lies where it lay in a call before is not the graph's own: a constant of the code, or memory that it uses
         # on each call.
-        before = None if rehearsed is None else {_place(t) for t in _tensors(rehearsed)}
-        own = [k for k in tensors_out if k not in self.inside and before is not None and self._own(k, before)]
-        self.lent = own if lends and storage_users is not None else []
+        others = {0, *homes, *map(_place, _tensors(rehearsed))}
+        own = [k for k in tensors_out if k not in self.inside and self._own(k, others)]
+        self.lent = own if lends and storage_users is not None and rehearsed is not None else []
+        first = {id(self.outputs[k]): k for k in reversed(self.lent)}
+        self.again = [(k, first[id(self.outputs[k])]) for k in self.lent if first[id(self.outputs[k])] != k]
         self.copies = [k for k in tensors_out if k not in self.inside and k not in self.lent]
         # Outputs that lie in one memory have to do so in the caller's, too; and of an output with gaps `clone` does not
         # keep the strides.
@@ -213,10 +223,11 @@ class _Captured:
         for i in self.fixed:
             self.args[i] = None
 
-    def _own(self, k: int, before: set[int]) -> bool:
+    def _own(self, k: int, others: set[int]) -> bool:
         """Whether output k can be handed out where it lies: a plain tensor in memory that the capture allocated."""
         out = self.outputs[k]
-        return type(out) is torch.Tensor and out.layout is torch.strided and _place(out) not in before | {0}
+        plain = type(out) is torch.Tensor and out.layout is torch.strided
+        return plain and not out.is_conj() and not out.is_neg() and _place(out) not in others
 
     def _in_use(self) -> list[int]:
         # How many tensors hold each memory, and how many hold Python's object of it, of which there is one for all.
@@ -262,6 +273,8 @@ class _Captured:
         results = list(self.outputs)
         for k in self.lent:
             results[k] = _alias(results[k])
+        for k, earlier in self.again:
+            results[k] = results[earlier]
         for group, captured in self.apart:
             if len(group) == 1:
                 results[group[0]] = captured[0].clone()
@@ -283,11 +296,12 @@ class _Captured:
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
+    """Those of an output; none of None."""
     return [t for t in (outputs if isinstance(outputs, (list, tuple)) else [outputs]) if isinstance(t, torch.Tensor)]
 
 
 def _alias(out: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same memory, of the mode of the caller and not of the capture's."""
+    """Another tensor of the same memory, which is of use in any mode, whatever the capture's was."""
     if out.is_inference():
         there = torch.empty(0, dtype=out.dtype, device=out.device)
         return there.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
@@ -306,15 +320,18 @@ def _copied_together(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for out in outputs:
         if id(out) not in copies:
             view = torch.empty(0, dtype=out.dtype, device=device)
-            copies[id(out)] = view.set_(whole.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+            view.set_(whole.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+            view = torch._neg_view(view) if out.is_neg() else view
+            copies[id(out)] = view.conj() if out.is_conj() else view
     return [copies[id(out)] for out in outputs]
 
 
 class GraphReplay:
     """A compiled callable behind CUDA graphs. Thread-safe.
 
-    A result is as good as a copy for whoever holds it, or a view of it. Who lets go of one that another stream still
-    reads has to wait for that stream first, as of any tensor; `record_stream` does not do it here.
+    A result is as good as a copy for whoever holds it, or a view of it, and for what the stream that it was made on
+    still does with it. Who lets go of one that yet another stream reads has to wait for that stream first;
+    `record_stream`, which does that for other tensors, does not do it here.
 
     static, written: positions of the arguments that are used where they are: parameters, and tensors that `fn` writes
     to. A call whose addresses and numbers fit none of the captures is captured. After `captures` of these, at most one
@@ -341,6 +358,10 @@ class GraphReplay:
         self._lock = threading.Lock()
         self._captured: list[_Captured] = []  # the one used last comes first
         self._twin: _Captured | None = None  # of the capture that lends its outputs
+        self._no_room = False  # whether there was no memory for it
+        self._side: Any = None  # the stream of all captures
+        self._lent_on: Any = None  # the stream on which outputs were last handed out
+        self._lent_address: int | None = None
         self._made = 0
         self._calls = 0
         self._index = -1 if device.index is None else device.index  # of the device; -1: of the current one
@@ -355,8 +376,8 @@ class GraphReplay:
     @property
     def held_bytes(self) -> int:
         """Bytes of the fixed inputs and outputs of all captures; what code writes in between they share."""
-        twin = self._twin
-        of_twin = 0 if twin is None else sum(twin.outputs[k].untyped_storage().nbytes() for k in twin.copies)
+        copied = [] if self._twin is None else [self._twin.outputs[k] for k in self._twin.copies]
+        of_twin = sum(out.untyped_storage().nbytes() for out in copied if out.layout is torch.strided)
         return of_twin + sum(captured.held_bytes for captured in self._captured)
 
     @property
@@ -371,26 +392,45 @@ class GraphReplay:
             captured = held[0] if held and held[0].fits(args) else self._find(args)
             if captured is None:
                 return self._fn(*args)
-            address = current_stream_address(self._index)
-            if address != self._address:
+            address, before = current_stream_address(self._index), self._address
+            if address != before:
                 self._follow(address)
-            if captured.lent and not captured.free():
-                captured = self._without_lending(captured, args)
-                if captured is None:
-                    return self._fn(*args)
+            if captured.lent:
+                if captured.free():
+                    self._lend(address, before)
+                else:
+                    captured = self._without_lending(captured, args)
+                    if captured is None:
+                        return self._fn(*args)
             return captured.replay(args)
+
+    def _lend(self, address: int, before: int | None) -> None:
+        """Of a result that was let go of, its own stream may still read what the current one will write: the current
+        one waits, unless it has waited for that one as the stream of the call before.
+        """
+        if address != self._lent_address:
+            if self._lent_address not in (None, before):
+                self._stream.wait_stream(self._lent_on)
+            self._lent_on, self._lent_address = self._stream, address
 
     def _without_lending(self, lender: _Captured, args: tuple[Any, ...]) -> _Captured | None:
         """A capture of the same call whose outputs are copied out, for a caller that holds those of the lender; None
         where there is no memory for it.
         """
-        if self._twin is None:
+        if self._twin is None and not self._no_room:
             try:
-                with torch.cuda.device(self._device):
-                    self._twin = _Captured(self._fn, args, self._static, self._written, self._warmup, lender, twin=True)
-            except torch.OutOfMemoryError:
-                return None
+                self._twin = self._capture(args, lender, twin=True)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                    raise
+                self._no_room = True
         return self._twin
+
+    def _capture(self, args: tuple[Any, ...], other: _Captured | None, **kind: bool) -> _Captured:
+        with torch.cuda.device(self._device):
+            if self._side is None:
+                self._side = torch.cuda.Stream()
+            return _Captured(self._fn, args, self._static, self._written, self._warmup, self._side, other, **kind)
 
     def _follow(self, address: int) -> None:
         """The captures share memory, which belongs to one stream at a time: the current one, from now on."""
@@ -412,13 +452,12 @@ class GraphReplay:
         # same memory.
         other = self._captured[0] if self._captured else None
         try:
-            with torch.cuda.device(self._device):
-                captured = _Captured(
-                    self._fn, args, self._static, self._written, self._warmup, other, lends=self._made == 0
-                )
+            captured = self._capture(args, other, lends=self._made == 0)
         except MovedMetadata:
             self._limit = 0
             return None
         self._made += 1
         self._captured = [captured, *self._captured[: self._limit - 1]]
+        if not any(one.lent for one in self._captured):
+            self._twin = None
         return captured

@@ -222,6 +222,99 @@ def test_an_output_that_was_resized_is_not_written_to_again():
         assert torch.equal(replay(torch.full((3,), float(n)))[0], torch.full((3,), n + 1.0))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_conjugated_and_negated_outputs_stay_what_they_are(mode):
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        y = torch.complex(x, 2 * x)
+        return [y.conj(), y.conj().imag, y, torch.fft.rfft(x).conj()]
+
+    replay = replay_of(fn, set())
+    kept = []
+    with mode():
+        for n in range(3):
+            x = torch.full((4,), n + 1.0)
+            kept.append((replay(x), fn(x)))
+        for found, expected in kept:
+            assert all(torch.equal(a.resolve_conj(), b.resolve_conj()) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_second_capture_is_rehearsed_with_the_inputs_of_its_call():
+    """Those of the call before may be none that go with what is in the state now: here an index would be too large."""
+    table = torch.arange(4.0)
+
+    def fn(counter: torch.Tensor, offset: torch.Tensor) -> list[torch.Tensor]:
+        found = table.index_select(0, counter + offset)
+        counter.add_(1)
+        return [found]
+
+    replay, counter = replay_of(fn, {0}), torch.zeros(1, dtype=torch.int64)
+    first = replay(counter, torch.tensor([3]))
+    second = replay(counter, torch.tensor([2]))
+    assert replay._twin is not None and first[0] == second[0] == 3 and counter == 2
+
+
+def test_an_output_that_is_there_twice_is_one_tensor():
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x + 1
+        return [y, x * 2, y]
+
+    replay = replay_of(fn, set())
+    for _ in range(2):
+        first, _, again = replay(torch.ones(3))
+        assert first is again
+
+
+def test_a_written_input_seen_as_another_type_is_not_handed_out():
+    replay = replay_of(lambda x: [x.add_(1).view(torch.int32)], {0})
+    x = torch.zeros(3)
+    replay(x)
+    assert replay._captured[0].lent == []
+    held = weakref.ref(x)
+    replay._captured[0].graph.calls.clear()  # the stand-in's record of tensors
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_what_held_outputs_need_is_dropped_with_the_capture_that_hands_them_out():
+    replay = replay_of(lambda x, n: [x * n], set(), captures=2)
+    held = [replay(torch.ones(3), 2) for _ in range(2)]
+    assert replay._twin is not None
+    for _ in range(300):
+        replay(torch.ones(3), 3)
+    for n in (4, 5):
+        held.append(replay(torch.ones(3), n))
+    assert not any(one.lent for one in replay._captured) and replay._twin is None
+
+
+def test_outputs_are_handed_out_again_after_what_their_own_stream_still_does(monkeypatch: pytest.MonkeyPatch):
+    class Recorded:
+        def __init__(self, address: int) -> None:
+            self.address = address
+            self.waited: list[int] = []
+
+        def wait_stream(self, other: Any) -> None:
+            self.waited.append(getattr(other, "address", 0))
+
+    streams, current = {address: Recorded(address) for address in (1, 2)}, [1]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[current[0]])
+    monkeypatch.setattr(passes.cuda_graphs, "current_stream_address", lambda index: current[0])
+    replay = replay_of(plus_one, set())
+    first = replay(torch.zeros(3))[0]
+    current[0] = 2
+    second = replay(torch.zeros(3))[0]
+    for stream in streams.values():
+        stream.waited.clear()
+    # Here stream 1 reads `first` once more, and the caller lets go of it.
+    mine = place(first)
+    del first
+    third = replay(torch.zeros(3))[0]
+    assert place(third) == mine and streams[2].waited == [1]
+    del third, second
+    replay(torch.zeros(3))
+    assert streams[2].waited == [1], "its own stream need not wait"
+
+
 def test_only_the_first_of_several_captures_hands_its_outputs_out():
     """They share memory: what a later one writes last, the first may write on its way."""
     replay = replay_of(lambda x, n: [x * n], set())
@@ -231,18 +324,23 @@ def test_only_the_first_of_several_captures_hands_its_outputs_out():
     assert lent == {2: 1, 3: 0, 4: 0}
 
 
-def test_without_memory_for_a_second_capture_the_code_runs_plainly(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")], ids=str)
+def test_without_memory_for_a_second_capture_the_code_runs_plainly(error, monkeypatch: pytest.MonkeyPatch):
     counted = Counting(plus_one)
     replay = replay_of(counted, set())
     first = replay(torch.zeros(3))[0]
     calls = counted.calls
 
+    tried = []
+
     def none_left(*args: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError
+        tried.append(None)
+        raise error
 
     monkeypatch.setattr(passes.cuda_graphs, "_Captured", none_left)
     assert torch.equal(replay(torch.ones(3))[0], torch.full((3,), 2.0)) and torch.equal(first, torch.ones(3))
-    assert counted.calls == calls + 1
+    replay(torch.ones(3))
+    assert counted.calls == calls + 2 and tried == [None], "it is not tried again"
 
 
 def test_what_was_captured_in_inference_mode_is_of_use_outside_of_it():
