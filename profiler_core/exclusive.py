@@ -14,6 +14,8 @@ import torch
 
 #: seconds to wait for a turn; whoever holds the lock longer than this hangs, or measures something very long
 PATIENCE = 120.0
+#: seconds to wait for being next; whoever is next for longer waits for something long, or was stopped
+_NEXT = 5.0
 
 
 _own = threading.local()
@@ -30,9 +32,9 @@ def measuring(device: torch.device, patience: float = PATIENCE) -> Iterator[bool
     """Holds `device` against the measurements of other processes and threads; yields whether it does.
 
     Waits up to `patience` seconds for its turn, and goes on without it after that, or where no lock file can be made: a
-    measurement that may be disturbed is better than none. Who gave a turn up comes after whoever waits for one already.
-    May be nested. Nothing is held for a CPU, whose other load no lock keeps away. A lock ends with its process, however
-    that ends.
+    measurement that may be disturbed is better than none. Of those who wait one is next, and comes before whoever gives
+    a turn up. May be nested. Nothing is held for a CPU, whose other load no lock keeps away. A lock ends with its
+    process, however that ends.
     """
     from filelock import FileLock, Timeout
 
@@ -45,10 +47,13 @@ def measuring(device: torch.device, patience: float = PATIENCE) -> Iterator[bool
         with contextlib.suppress(OSError, Timeout):
             path = _path(device)
             lock = FileLock(path, is_singleton=True)
-            # A lock goes to whoever asks first after it is free, which is likely its last holder. Of those who wait one
-            # is next, and asks while it holds the second lock, without which nobody may ask.
-            turn = contextlib.nullcontext() if lock.is_locked else FileLock(path.with_suffix(".next")).acquire(patience)
-            with turn:
+            with contextlib.ExitStack() as turn:
+                if not lock.is_locked:
+                    # A lock goes to whoever asks first after it is free, which is likely its last holder. Who is next
+                    # asks while it holds the second lock, for which the others wait; but not for ever.
+                    with contextlib.suppress(Timeout):
+                        following = FileLock(path.with_suffix(".next"))
+                        turn.enter_context(following.acquire(timeout=min(patience, _NEXT), poll_interval=0.01))
                 left = max(0.0, patience - (time.monotonic() - began))
                 stack.enter_context(lock.acquire(timeout=left, poll_interval=0.01))
             held = True

@@ -87,6 +87,16 @@ def test_who_gives_a_turn_up_comes_after_whoever_waits():
     assert order == ["first", "other", "again"]
 
 
+def test_whoever_is_next_and_does_not_come_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(exclusive, "_NEXT", 0.2)
+    from filelock import FileLock
+
+    with FileLock(exclusive._path(GPU).with_suffix(".next")):  # as of a process that was stopped
+        began = time.monotonic()
+        with exclusive.measuring(GPU, patience=30) as held:
+            assert held and time.monotonic() - began < 10
+
+
 def test_the_wait_for_a_turn_is_counted_for_the_thread_that_waits():
     counts: list[float] = []
 
