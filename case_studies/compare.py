@@ -34,8 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("fxopt", "passes", "profiler_core")
 """Packages whose code a row depends on, besides this study's own files."""
 OWN = ("workloads", "gpt2", "runner", "columns", "comparison", "floor")
-WARMING = 2
-"""Processes that compile columns which nothing is tuned for, beside those that tune."""
 Row = dict[str, Any]
 
 
@@ -219,28 +217,30 @@ def tune(
 ) -> Row:
     """Tunes fxopt's columns of a workload into the plan store, `jobs` at a time: they compile beside each other, and
     take turns to measure. What a run finds is the same as in the workload's own process, which then applies the plans.
-    Meanwhile WARMING processes compile the other columns, which the workload's own then finds in Inductor's caches.
 
-    The reports of fxopt's, by column; a column whose process ends badly has none, and is tuned later.
+    Their reports, by column: of the run that tuned, which is kept beside the plans, for one that finds a plan tries
+    nothing. A column whose process ends badly has none, and is tuned later.
     """
     tuned: Row = {}
 
     def one(precision: str, column: str) -> None:
-        limit = 3 * how.tuning_limit + 120
+        name, limit = f"{column} {precision}", 3 * how.tuning_limit + 120
+        kept = plan_dir / "tuned" / f"{workload} {name}.json"
         found, why = in_process(workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit)
         if found is None:
-            print(f"{workload}, {column} {precision}: not built beforehand, {why}", file=sys.stderr, flush=True)
-        elif found["report"] is not None:
-            tuned[f"{column} {precision}"] = found
+            print(f"{workload}, {name}: not tuned, {why}", file=sys.stderr, flush=True)
+            return
+        if kept.exists() and all(graph["source"] == "plan" for graph in found["report"]["graphs"]):
+            found = json_format.loads(kept.read_text(encoding="utf-8"))
+        else:
+            show.write_json(kept, found)
+        tuned[name] = found
 
     ours = [column for column in wanted if column[1].startswith("fxopt")]
-    others = [column for column in wanted if column not in ours and not column[1].startswith("eager")]
     ablated = {(text.strip(), columns.fxopt_name(columns.DEFAULT_OBJECTIVE)) for text in how.ablate.split(",")}
     ours.sort(key=lambda row: row not in ablated)  # they take longest
-    with ThreadPoolExecutor(jobs) as tuning, ThreadPoolExecutor(WARMING) as warming:
-        at_work = [tuning.submit(one, *column) for column in ours]
-        at_work += [warming.submit(one, *column) for column in others]
-        for done in at_work:
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(one, *column) for column in ours]:
             done.result()
     return tuned
 

@@ -129,9 +129,7 @@ def compare_workload(
 
 
 def tune_column(name: str, wanted: tuple[str, str], how: How, plan_dir: Path) -> dict[str, Any]:
-    """Builds a column in a process of its own, for what that leaves on disk: the plan of one of fxopt's, in `plan_dir`,
-    and compiled code. fxopt's report, None of another column, and how long it took.
-    """
+    """Tunes one of fxopt's columns, whose plan is kept in `plan_dir`: its report, and how long it took."""
     from profiler_core import roofline
 
     watch = runner.Stopwatch()
@@ -151,15 +149,11 @@ def tune_column(name: str, wanted: tuple[str, str], how: How, plan_dir: Path) ->
         tuning_limit=how.tuning_limit,
         ablated=[text.strip() for text in how.ablate.split(",")],
     )
-    if not column.variant.available:
-        return {"seconds": {}, "report": None}
-    _say(name, watch, f"{column.variant.name}: " + ("tuning" if column.objective else "compiling"))
+    _say(name, watch, f"{column.variant.name}: tuning")
     with watch.phase("fxopt"), column.variant.context(), torch.no_grad():
-        call = column.variant.build()
-        if not column.objective:
-            getattr(call, "check", call)(*inputs)
-    _say(name, watch, f"{column.variant.name}: built")
-    return {"seconds": watch.seconds, "report": _without_profiles(column.reports[-1]) if column.reports else None}
+        column.variant.build()
+    _say(name, watch, f"{column.variant.name}: tuned")
+    return {"seconds": watch.seconds, "report": _without_profiles(column.reports[-1])}
 
 
 def reference(model: torch.nn.Module, inputs: Sequence[Sequence[Any]], *, trains: bool) -> list[Any]:

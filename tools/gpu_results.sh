@@ -3,12 +3,13 @@
 #
 #   sh tools/gpu_results.sh FOLDER [PART ...]
 #
-#   FOLDER  where the JSON files, plans and logs go; what is finished there at this commit is not measured again
+#   FOLDER  where the JSON files, plans and logs go
 #   PART    tests    the tests marked gpu
 #           sweep    the error of split products
 #           memory   what the GPU holds after tuning
-#           aa       how often the same code is called different
-#           compare  every workload in every column, one after the other; COMPARE="gpt2 sdpa" is some of them
+#           aa       how often the same code is called different; goes on where it was stopped
+#           compare  every workload in every column, one after the other; leaves out what is finished of the same code.
+#                    COMPARE="gpt2 sdpa" is some of them
 #           ddp      training on all GPUs there are
 #           By default all, in this order.
 #
@@ -22,6 +23,7 @@ shift
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3} device=${DEVICE:-cuda} failed=
 commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+given=${COMMIT:+--commit $COMMIT}  # else they ask the repository themselves, and say where the code was changed
 export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" PYTHONUNBUFFERED=1
 
 # Runs a command, with its output in a log, of which the end is shown.
@@ -37,20 +39,26 @@ part() {
 
 for name in "$@"; do
   case $name in
+  tests | sweep | memory | aa | compare | ddp) ;;
+  *) echo "no part is called $name"; exit 2 ;;
+  esac
+done
+for name in "$@"; do
+  case $name in
   tests) part tests "$python" -m pytest -m gpu tests/gpu -v --tb=short -p no:cacheprovider ;;
-  sweep) part sweep "$python" -m case_studies.split_sweep --device "$device" --commit "$commit" --json "$folder/split_sweep.json" ;;
+  # shellcheck disable=SC2086  # $given, COMPARE and COMPARE_ARGS are lists
+  sweep) part sweep "$python" -m case_studies.split_sweep --device "$device" $given --json "$folder/split_sweep.json" ;;
   memory) part memory "$python" tools/gpu_memory.py --time-limit 15 --json "$folder/memory.json" ;;
   aa) part aa "$python" tools/aa_rounds.py --device "$device" --rounds 100 --batch 100 --json "$folder/aa_rounds.json" ;;
   compare)
-    # shellcheck disable=SC2086  # both are lists
-    part compare "$python" -m case_studies.compare ${COMPARE:-} --device "$device" --commit "$commit" --resume \
+    # shellcheck disable=SC2086
+    part compare "$python" -m case_studies.compare ${COMPARE:-} --device "$device" $given --resume \
       --json "$folder/comparison.json" --plan-dir "$folder/plans/$commit" --tune-jobs "${TUNE_JOBS:-3}" --time-limit 400 ${COMPARE_ARGS:-}
     ;;
   ddp)
     count=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     part ddp "$python" -m torch.distributed.run --nproc-per-node "$count" -m case_studies.ddp --device "$device" --json "$folder/ddp.json"
     ;;
-  *) echo "no part is called $name"; exit 2 ;;
   esac
 done
 [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }

@@ -45,6 +45,12 @@ def test_chosen_workloads_and_options_reach_the_comparison(tmp_path):
     assert call.endswith("--precisions bf16") and f"{tmp_path}/out/comparison.json" in call
 
 
+def test_a_commit_is_told_only_where_it_was_given(tmp_path):
+    """Else the commands ask the repository, and say where the code was changed."""
+    run(tmp_path, "sweep", "compare", COMMIT="")
+    assert not any("--commit" in call for call in calls(tmp_path))
+
+
 def test_a_part_that_fails_is_named_and_the_others_run(tmp_path):
     done = run(tmp_path, "sweep", "memory", code=3)
     assert done.returncode == 1 and len(calls(tmp_path)) == 2
@@ -55,6 +61,7 @@ def test_a_part_that_fails_is_named_and_the_others_run(tmp_path):
 def test_a_part_that_there_is_not_is_refused(tmp_path, parts):
     done = run(tmp_path, *parts)
     assert done.returncode == 2 and "no part is called everything" in done.stdout
+    assert not (tmp_path / "calls").exists(), "nothing was begun"
 
 
 def test_without_a_folder_it_says_how_it_is_called():
