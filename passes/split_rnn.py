@@ -23,6 +23,7 @@ __all__ = ["STEPS", "products", "refusal", "rewrite", "split_lstm"]
 
 #: rows longer than this are scaled by blocks of so many elements, as in split_precision_gemm
 _WHOLE_ROW, _BLOCK = 1024, 128
+_MOST = 2**31 - 1
 
 torch.library.define(
     "fxopt::lstm_steps",
@@ -58,13 +59,13 @@ def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tu
 
 def refusal(args: Sequence[Any]) -> str:
     """Why a layer, by the arguments of `fxopt::rnn` as nodes, cannot be computed so; "" where it can."""
-    input, hx, weights, _, mode, has_biases, _, bidirectional, _ = args
+    input, hx, weights, _, mode, has_biases, num_layers, bidirectional, _ = args
     if mode != "lstm":
         return f"it is no LSTM ({mode})"
     if bidirectional:
         return "it is bidirectional"
     of_a_layer = 4 if has_biases else 2
-    if len(weights) % of_a_layer:
+    if len(weights) != num_layers * of_a_layer:
         return "it projects its hidden state"
     values = [_value(node) for node in (input, *hx, *weights)]
     if any(not isinstance(v, torch.Tensor) or v.dtype != torch.float32 for v in values):
@@ -75,6 +76,9 @@ def refusal(args: Sequence[Any]) -> str:
     hidden, inputs = values[1].shape[-1], [values[3 + i].shape[-1] for i in range(0, len(weights), of_a_layer)]
     if hidden % 16 or min(inputs) < 16 or not shape[0] * shape[1]:
         return f"{hidden} units and {min(inputs)} inputs do not fill a matrix unit's tiles"
+    batch = max(shape[:2])  # whichever of the two it is
+    if 4 * hidden * max(hidden, batch) > _MOST:
+        return f"{hidden} units and a batch of {batch} are more than the kernel's 32-bit offsets reach"
     return ""
 
 
@@ -117,7 +121,7 @@ def split_lstm(
         w_ih, w_hh, *biases = weights[layer * of_a_layer : (layer + 1) * of_a_layer]
         gates = _product(x.reshape(length * batch, -1), w_ih, biases, tiles[layer], constant)
         pre = gates.view(length, batch, gates.shape[-1])
-        # The state that a caller gives may be any number: it is multiplied in fp32.
+        # The state that a caller gives may be any number, which one scale for all does not hold.
         first = pre[0] + hx[0][layer] @ w_hh.mT
         x, cell = torch.ops.fxopt.lstm_steps(first, pre, hx[1][layer], *_split(w_hh, constant))
         hidden.append(x[-1])

@@ -49,7 +49,9 @@ def choose(batch: int, hidden: int, programs: int) -> Config:
     blocks = triton.cdiv(batch, rows)
     units = next((u for u in (4, 8, 16) if blocks * triton.cdiv(hidden, u) <= programs), 16)
     depth = next(d for d in (64, 32, 16) if hidden % d == 0)
-    return Config(rows, units, depth)
+    # Of chips with matrix units, the smallest have 99 KiB of shared memory for a program.
+    stage = (rows + 4 * units) * depth * 4
+    return Config(rows, units, depth, max(2, min(4, 98304 // stage)))
 
 
 @triton.jit
@@ -64,13 +66,15 @@ def tanh(x):
     decay = tl.exp(-2.0 * magnitude)
     far = (1.0 - decay) / (1.0 + decay)
     square = x * x
-    # The Taylor series up to x^11; the next term is 5e-11 of x at 1/4.
-    series = -0.008863235529902197 * square + 0.021869488536155203
+    # The Taylor series up to x^15; the next term is 9e-9 of x at 1/2.
+    series = -0.0014558343870513183 * square + 0.003592128036572481
+    series = series * square - 0.008863235529902197
+    series = series * square + 0.021869488536155203
     series = series * square - 0.05396825396825397
     series = series * square + 0.13333333333333333
     series = series * square - 0.3333333333333333
     near = x + x * square * series
-    return tl.where(magnitude < 0.25, near, tl.where(x < 0, -far, far))
+    return tl.where(magnitude < 0.5, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit(do_not_specialize=["step"])

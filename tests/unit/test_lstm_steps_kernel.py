@@ -120,7 +120,7 @@ def test_programs_have_few_units_and_a_step_that_divides_the_product(batch, hidd
     programs = -(-hidden // chosen.units) * -(-batch // chosen.rows)
     assert programs <= 132 or chosen.units == 16
     loads = (chosen.rows + 4 * chosen.units) * chosen.depth * 4 * chosen.stages
-    assert loads <= 227 * 1024
+    assert loads <= 96 * 1024
 
 
 @pytest.mark.parametrize("config", [(32, 4), (64, 16), (16, 4)])

@@ -325,6 +325,8 @@ def test_an_lstm_in_split_products_is_as_accurate_as_eager(batch_first, bias, la
         ("it is no LSTM (gru)", lambda: nn.GRU(16, 32)),
         ("it is bidirectional", lambda: nn.LSTM(16, 32, bidirectional=True)),
         ("it projects its hidden state", lambda: nn.LSTM(16, 32, proj_size=16)),
+        ("it projects its hidden state", lambda: nn.LSTM(16, 32, 2, bias=False, proj_size=16)),
+        ("it projects its hidden state", lambda: nn.LSTM(16, 32, 4, proj_size=16)),
         ("40 units and 16 inputs do not fill", lambda: nn.LSTM(16, 40)),
         ("32 units and 8 inputs do not fill", lambda: nn.LSTM(8, 32)),
     ],
