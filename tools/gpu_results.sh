@@ -57,7 +57,9 @@ for name in "$@"; do
     ;;
   ddp)
     count=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
-    part ddp "$python" -m torch.distributed.run --nproc-per-node "$count" -m case_studies.ddp --device "$device" --json "$folder/ddp.json"
+    [ "$count" -gt 1 ] && fail=1 || fail=-1  # at the end, this rank is made to fail
+    part ddp "$python" -m torch.distributed.run --nproc-per-node "$count" -m case_studies.ddp --device "$device" \
+      --fail-rank "$fail" --json "$folder/ddp.json"
     ;;
   esac
 done

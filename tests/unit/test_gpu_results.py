@@ -32,6 +32,7 @@ def test_all_parts_run_and_what_they_name_is_there(tmp_path):
     modules = [line.split()[1] for line in made if line.startswith("-m")]
     assert modules == ["pytest", "case_studies.split_sweep", "case_studies.compare", "torch.distributed.run"]
     assert "case_studies.ddp" in made[-1] and "--nproc-per-node 2" in made[-1]
+    assert "--fail-rank 1" in made[-1]
     scripts = [line.split()[0] for line in made if line.startswith("tools/")]
     assert scripts == ["tools/gpu_memory.py", "tools/aa_rounds.py"] and all((ROOT / name).exists() for name in scripts)
     assert all((ROOT / f"{name.replace('.', '/')}.py").exists() for name in modules if name.startswith("case_studies"))
