@@ -198,11 +198,14 @@ class _Captured:
         # What lies where it lay in a call before is not the graph's own: a constant of the code, or memory that it uses
         # on each call.
         others = {0, *homes, *map(_place, _tensors(rehearsed))}
-        own = [k for k in tensors_out if k not in self.inside and self._own(k, others)]
+        apart = [k for k in tensors_out if k not in self.inside]
+        # What is copied does not share memory with what is handed out, as it may have to.
+        others |= {_place(self.outputs[k]) for k in apart if not self._own(k, others)}
+        own = [k for k in apart if self._own(k, others)]
         self.lent = own if lends and storage_users is not None and rehearsed is not None else []
         first = {id(self.outputs[k]): k for k in reversed(self.lent)}
         self.again = [(k, first[id(self.outputs[k])]) for k in self.lent if first[id(self.outputs[k])] != k]
-        self.copies = [k for k in tensors_out if k not in self.inside and k not in self.lent]
+        self.copies = [k for k in apart if k not in self.lent]
         # Outputs that lie in one memory have to do so in the caller's, too; and of an output with gaps `clone` does not
         # keep the strides.
         together: dict[int, list[int]] = {}

@@ -236,6 +236,7 @@ def test_conjugated_and_negated_outputs_stay_what_they_are(mode):
             kept.append((replay(x), fn(x)))
         for found, expected in kept:
             assert all(torch.equal(a.resolve_conj(), b.resolve_conj()) for a, b in zip(found, expected, strict=True))
+            assert len({place(out) for out in found[:3]}) == 1, "they lie in one memory"
 
 
 def test_a_second_capture_is_rehearsed_with_the_inputs_of_its_call():
