@@ -40,18 +40,17 @@ Row = dict[str, Any]
 # ---- what was measured at which commit ----
 
 
-def source() -> dict[str, str]:
-    """commit: of the repository, "+changes" where the measured code differs from it, "unknown" without git.
-    tree: a digest of the measured code.
+def source(commit: str = "") -> dict[str, str]:
+    """commit: the one given, else of the repository, "+changes" where the measured code differs from it, "unknown"
+    without git. tree: a digest of the measured code.
     """
     files = [path for package in MEASURED for path in sorted((ROOT / package).rglob("*.py"))]
     files += [ROOT / "case_studies" / f"{name}.py" for name in OWN]
     digest = hashlib.sha256()
     for path in files:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-    commit = _git("rev-parse", "HEAD")
-    if commit and _git("status", "--porcelain", "--", *(str(path) for path in files)):
-        commit += "+changes"
+    if not commit and (commit := _git("rev-parse", "HEAD")):
+        commit += "+changes" if _git("status", "--porcelain", "--", *(str(path) for path in files)) else ""
     return {"commit": commit or "unknown", "tree": digest.hexdigest()[:16]}
 
 
@@ -237,7 +236,7 @@ def tune(
         tuned[name] = found
 
     ours = [column for column in wanted if column[1].startswith("fxopt")]
-    ablated = {(text.strip(), columns.fxopt_name(columns.DEFAULT_OBJECTIVE)) for text in how.ablate.split(",")}
+    ablated = {(precision, columns.fxopt_name(columns.DEFAULT_OBJECTIVE)) for precision in how.ablated}
     ours.sort(key=lambda row: row not in ablated)  # they take longest
     with ThreadPoolExecutor(jobs) as pool:
         for done in [pool.submit(one, *column) for column in ours]:
@@ -364,8 +363,7 @@ def main() -> None:
         how = How(
             where, small, rounds, windows, iterations, block_ns, time_limit, column_limit, tuning_limit, ablate
         )
-        found = source()
-        stamp: Row = {**found, "commit": commit or found["commit"], "small": small}
+        stamp: Row = {**source(commit), "small": small}
         with tempfile.TemporaryDirectory() as temporary:
             store = Store(json or Path(temporary) / "rows" / "comparison.json", stamp)
             gpus = visible_gpus() if where == "cuda" else []

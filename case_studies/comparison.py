@@ -49,6 +49,10 @@ class How:
     tuning_limit: float = 60.0
     ablate: str = "fp32"
 
+    @property
+    def ablated(self) -> list[str]:
+        return [text.strip() for text in self.ablate.split(",")]
+
 
 #: An ablation compiles each kept pass alone and all but each: of six, twelve times what a column without it compiles
 #: about four times.
@@ -86,7 +90,7 @@ def compare_workload(
         trains=trains,
         plan_dir=plan_dir,
         tuning_limit=how.tuning_limit,
-        ablated=[text.strip() for text in how.ablate.split(",")],
+        ablated=how.ablated,
     )
     with ClockMonitor(device) as monitor:
         built = []
@@ -147,7 +151,7 @@ def tune_column(name: str, wanted: tuple[str, str], how: How, plan_dir: Path) ->
         trains=trains,
         plan_dir=plan_dir,
         tuning_limit=how.tuning_limit,
-        ablated=[text.strip() for text in how.ablate.split(",")],
+        ablated=how.ablated,
     )
     _say(name, watch, f"{column.variant.name}: tuning")
     with watch.phase("fxopt"), column.variant.context(), torch.no_grad():

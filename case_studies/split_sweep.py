@@ -113,7 +113,7 @@ def main() -> None:
         with torch.no_grad():
             rows = sweep(lambda a, b: split_mm(a, b, terms=terms), where, sizes, m, n)
         if json is not None:
-            stamp = compare.source() | ({"commit": commit} if commit else {}) | {"date": show.now()}
+            stamp = {**compare.source(commit), "date": show.now()}
             compare.write_rows(json, [{**row, **stamp} for row in rows])
         print(tables.sweep(rows))
 

@@ -235,6 +235,24 @@ def arguments(node: fx.Node) -> list[Any]:
     return [input, *own, None, FUNCTIONS[node.target], has_biases, num_layers, bidirectional, batch_first]
 
 
+def projects(args: Sequence[Any]) -> bool:
+    """Whether a layer of these `arguments` projects its hidden state, and so has another weight for each direction."""
+    _, _, weights, _, _, has_biases, num_layers, bidirectional, _ = args
+    return len(weights) != num_layers * (2 if bidirectional else 1) * (4 if has_biases else 2)
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of a node, of Dynamo's graphs or AOTAutograd's."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def inherit(new: fx.Node, old: fx.Node) -> None:
+    """Give the node in the place of `old` what Dynamo knows of that one."""
+    for key in ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+
+
 def rewrite(node: fx.Node, compute: str = "", pack: bool = False) -> fx.Node:
     """Put the operator in the place of `node`. pack: the weights go into one piece of memory, as for fp16 and bf16."""
     graph, dtype, args = node.graph, COMPUTE[compute], arguments(node)
@@ -247,9 +265,7 @@ def rewrite(node: fx.Node, compute: str = "", pack: bool = False) -> fx.Node:
             args[1] = [_narrow(graph, state, dtype) for state in args[1]]
         # Named after torch's function, which is how labels and the report tell of it.
         new = graph.create_node("call_function", RNN, (*args, compute), name=args[4])
-    for key in ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in node.meta:
-            new.meta[key] = node.meta[key]
+    inherit(new, node)
     for user in list(node.users):
         user.replace_input_with(node, new)
         if dtype is not None:
@@ -262,8 +278,8 @@ def rewrite(node: fx.Node, compute: str = "", pack: bool = False) -> fx.Node:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return value.dtype if isinstance(value, torch.Tensor) else torch.float32
+    known = value(node)
+    return known.dtype if isinstance(known, torch.Tensor) else torch.float32
 
 
 def _narrow(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:

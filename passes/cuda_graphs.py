@@ -99,9 +99,9 @@ def _overlaps_itself(value: torch.Tensor) -> bool:
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, for which the code may have been compiled. It can be written to in any mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        copied = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-        return copied.copy_(value)
+    with torch.inference_mode(False):
+        place = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return _filled(place, value)
 
 
 def _filled(place: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -198,14 +198,15 @@ class _Captured:
         # What lies where it lay in a call before is not the graph's own: a constant of the code, or memory that it uses
         # on each call.
         others = {0, *homes, *map(_place, _tensors(rehearsed))}
-        apart = [k for k in tensors_out if k not in self.inside]
+        outside = [k for k in tensors_out if k not in self.inside]
+        own = [k for k in outside if self._own(k, others)]
         # What is copied does not share memory with what is handed out, as it may have to.
-        others |= {_place(self.outputs[k]) for k in apart if not self._own(k, others)}
-        own = [k for k in apart if self._own(k, others)]
+        copied = {_place(self.outputs[k]) for k in outside if k not in own}
+        own = [k for k in own if _place(self.outputs[k]) not in copied]
         self.lent = own if lends and storage_users is not None and rehearsed is not None else []
         first = {id(self.outputs[k]): k for k in reversed(self.lent)}
         self.again = [(k, first[id(self.outputs[k])]) for k in self.lent if first[id(self.outputs[k])] != k]
-        self.copies = [k for k in apart if k not in self.lent]
+        self.copies = [k for k in outside if k not in self.lent]
         # Outputs that lie in one memory have to do so in the caller's, too; and of an output with gaps `clone` does not
         # keep the strides.
         together: dict[int, list[int]] = {}

@@ -128,7 +128,7 @@ class RnnRedispatch(ConfigPass):
             if any(user.target is not operator.getitem for user in node.users):
                 yield 0, Candidate(node.name, "its outputs are used as a whole")
                 continue
-            projects = len(weights) != args[6] * (2 if args[7] else 1) * (4 if args[5] else 2)
+            projects = rnn.projects(args)
             pack = context.device.type == "cuda" and _scattered(weights) and not projects
             if self.compute == "split":
                 why = split_rnn.refusal(args)

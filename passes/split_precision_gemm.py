@@ -37,7 +37,7 @@ from fxopt.precision import Precision
 from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
 from passes.kernels import launch
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
-from passes.split_products import WEIGHTS, is_constant, parts_of, rounded_once, split, split_parts
+from passes.split_products import WEIGHTS, block_of, is_constant, parts_of, rounded_once, split, split_parts
 from profiler_core.quantities import duration
 
 aten = torch.ops.aten
@@ -52,9 +52,6 @@ _LEFT: dict[Any, tuple[int, bool]] = {
 METHODS = ("fp16x3", "bf16x3", "fp16")
 #: the loosest error that bf16x3 and fp16 are within on a whole model, by which a number as precision allows them
 _BF16X3_ERROR, _FP16_ERROR = 1e-5, 5e-4
-#: rows up to this length are scaled as a whole, for their largest element comes with a normalisation over the row;
-#: longer ones by blocks, which a pointwise producer can be split in without reading it twice
-_WHOLE_ROW, _BLOCK = 1024, 128
 #: widths of an attention's heads that a kernel's steps along K divide
 _HEADS = (64, 128)
 #: operators whose result is the memory of their operand, seen in another way
@@ -159,7 +156,7 @@ class SplitPrecisionGemm(GraphPass):
             k,
             batch=a.shape[0] if a.dim() == 3 else 1,
             terms=1 if self.method == "fp16" else 3,
-            block=_BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 and self.method != "fp16" else 0,
+            block=block_of(k) if self.method != "fp16" else 0,
             bias=_bias_of(node) is not None,
         )
         return product, launch.choices_in(context.cache)

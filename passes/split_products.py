@@ -39,6 +39,9 @@ _SPREAD = 2.0**-28  # the part of a row's largest from which on an element is he
 _FEW = 64  # one in so many elements of a row may be below that
 _FEWEST = 16  # elements of a whole row that are not zero; a quarter of a row shorter than 64
 _COUNTED = 2.0**15  # rows shorter than this are asked for them
+#: rows up to this length are scaled as a whole, for their largest element comes with a normalisation over the row;
+#: longer ones by blocks, which a pointwise producer can be split in without reading it twice
+_WHOLE_ROW, _BLOCK = 1024, 128
 _ONE = 0x3F800000  # the bits of 1.0
 _BF16_MOST = 0x7F7F0000  # the bits of bf16's largest number
 
@@ -87,6 +90,11 @@ def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     hi = torch.where(fits, high, raw >> 16).to(torch.int16)
     lo = torch.where(fits, low, raw).to(torch.int16)
     return hi, lo, scale
+
+
+def block_of(k: int) -> int:
+    """How many elements of an activation's row share a scale, as `split` takes it: a block, or 0, the whole row."""
+    return _BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 else 0
 
 
 def _rebased(largest: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,10 @@ from torch import fx
 from fxopt import rnn
 from passes.kernels import launch
 from passes.kernels.launch import Product, Tile
-from passes.split_products import joined, split
+from passes.split_products import block_of, joined, split
 
 __all__ = ["STEPS", "products", "refusal", "rewrite", "split_lstm"]
 
-#: rows longer than this are scaled by blocks of so many elements, as in split_precision_gemm
-_WHOLE_ROW, _BLOCK = 1024, 128
 _MOST = 2**31 - 1
 
 torch.library.define(
@@ -59,21 +57,20 @@ def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tu
 
 def refusal(args: Sequence[Any]) -> str:
     """Why a layer, by the arguments of `fxopt::rnn` as nodes, cannot be computed so; "" where it can."""
-    input, hx, weights, _, mode, has_biases, num_layers, bidirectional, _ = args
+    input, hx, weights, _, mode, has_biases, _, bidirectional, _ = args
     if mode != "lstm":
         return f"it is no LSTM ({mode})"
     if bidirectional:
         return "it is bidirectional"
-    of_a_layer = 4 if has_biases else 2
-    if len(weights) != num_layers * of_a_layer:
+    if rnn.projects(args):
         return "it projects its hidden state"
-    values = [_value(node) for node in (input, *hx, *weights)]
+    values = [rnn.value(node) for node in (input, *hx, *weights)]
     if any(not isinstance(v, torch.Tensor) or v.dtype != torch.float32 for v in values):
         return "its tensors are not all float32"
     shape = values[0].shape
     if len(shape) != 3 or not all(isinstance(size, int) for size in shape):
         return "its sizes are symbolic, or it has no batch"
-    hidden, inputs = values[1].shape[-1], [values[3 + i].shape[-1] for i in range(0, len(weights), of_a_layer)]
+    hidden, inputs = values[1].shape[-1], [value.shape[-1] for value in values[3 :: 4 if has_biases else 2]]
     if hidden % 16 or min(inputs) < 16 or not shape[0] * shape[1]:
         return f"{hidden} units and {min(inputs)} inputs do not fill a matrix unit's tiles"
     batch = max(shape[:2])  # whichever of the two it is
@@ -84,18 +81,10 @@ def refusal(args: Sequence[Any]) -> str:
 
 def products(args: Sequence[Any]) -> list[Product]:
     """The products with the input, a layer each, of a layer that `refusal` does not refuse."""
-    input, hx, weights, _, _, has_biases, num_layers, _, _ = args
-    shape, hidden = _value(input).shape, _value(hx[0]).shape[-1]
-    found = []
-    for layer in range(num_layers):
-        k = _value(weights[layer * (4 if has_biases else 2)]).shape[-1]
-        block = _BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 else 0
-        found.append(Product(shape[0] * shape[1], 4 * hidden, k, block=block, bias=has_biases))
-    return found
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
+    input, hx, weights, _, _, has_biases, *_ = args
+    shape, hidden = rnn.value(input).shape, rnn.value(hx[0]).shape[-1]
+    widths = [rnn.value(weight).shape[-1] for weight in weights[:: 4 if has_biases else 2]]
+    return [Product(shape[0] * shape[1], 4 * hidden, k, block=block_of(k), bias=has_biases) for k in widths]
 
 
 def split_lstm(
@@ -137,8 +126,7 @@ def _split(weight: torch.Tensor, constant: bool) -> Sequence[torch.Tensor]:
 def _product(
     rows: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], tile: Tile, constant: bool
 ) -> torch.Tensor:
-    k = rows.shape[-1]
-    parts = split(rows.contiguous(), _BLOCK if k > _WHOLE_ROW and k % _BLOCK == 0 else 0)
+    parts = split(rows.contiguous(), block_of(rows.shape[-1]))
     bias = biases[0] + biases[1] if biases else None
     inside = bias if tile[3] <= 1 else None
     result = torch.ops.fxopt.split_gemm(*parts, *_split(weight, constant), inside, list(tile))
@@ -155,14 +143,12 @@ def rewrite(node: fx.Node, folder: Path | None, constant: bool) -> fx.Node:
     """
     args = rnn.arguments(node)
     input, hx, weights, _, mode, has_biases, num_layers, _, batch_first = args
-    choices, device = launch.choices_in(folder), _value(input).device
+    choices, device = launch.choices_in(folder), rnn.value(input).device
     tiles = [choices.tile(product, device)[0] for product in products(args)]
     given = (input, hx, weights, has_biases, num_layers, batch_first, tiles, constant)
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", split_lstm, given, name=mode)
-    for key in ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in node.meta:
-            new.meta[key] = node.meta[key]
+    rnn.inherit(new, node)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return new

@@ -25,6 +25,26 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_cuda(monkeypatch)
 
 
+class RecordedStream:
+    """waited: the addresses of the streams that it was told to wait for, 0 where they have none."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.waited: list[int] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(getattr(other, "address", 0))
+
+
+@pytest.fixture
+def two_streams(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, RecordedStream], list[int]]:
+    """Streams by address, 1 and 2, and the address of the current one, which a test may change."""
+    streams, current = {address: RecordedStream(address) for address in (1, 2)}, [1]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[current[0]])
+    monkeypatch.setattr(passes.cuda_graphs, "current_stream_address", lambda index: current[0])
+    return streams, current
+
+
 class Counting:
     """A callable that counts the calls that are neither warm-up nor replay."""
 
@@ -288,18 +308,8 @@ def test_what_held_outputs_need_is_dropped_with_the_capture_that_hands_them_out(
     assert not any(one.lent for one in replay._captured) and replay._twin is None
 
 
-def test_outputs_are_handed_out_again_after_what_their_own_stream_still_does(monkeypatch: pytest.MonkeyPatch):
-    class Recorded:
-        def __init__(self, address: int) -> None:
-            self.address = address
-            self.waited: list[int] = []
-
-        def wait_stream(self, other: Any) -> None:
-            self.waited.append(getattr(other, "address", 0))
-
-    streams, current = {address: Recorded(address) for address in (1, 2)}, [1]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[current[0]])
-    monkeypatch.setattr(passes.cuda_graphs, "current_stream_address", lambda index: current[0])
+def test_outputs_are_handed_out_again_after_what_their_own_stream_still_does(two_streams):
+    streams, current = two_streams
     replay = replay_of(plus_one, set())
     first = replay(torch.zeros(3))[0]
     current[0] = 2
@@ -406,18 +416,8 @@ def test_random_numbers_and_other_kinds_of_inputs_are_refused():
     assert result.report.refused == (("graph", "input 0 is a str"),)
 
 
-def test_a_call_on_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch):
-    class Recorded:
-        def __init__(self, address: int) -> None:
-            self.address = address
-            self.waited: list[int] = []
-
-        def wait_stream(self, other: Any) -> None:
-            self.waited.append(getattr(other, "address", 0))
-
-    streams, current = {address: Recorded(address) for address in (1, 2)}, [1]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[current[0]])
-    monkeypatch.setattr(passes.cuda_graphs, "current_stream_address", lambda index: current[0])
+def test_a_call_on_another_stream_waits_for_the_one_before(two_streams):
+    streams, current = two_streams
     replay = replay_of(lambda x: [x + 1], set())
     replay(torch.ones(3))
     for stream in streams.values():
