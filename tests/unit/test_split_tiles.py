@@ -16,6 +16,7 @@ import torch
 from fxopt import fingerprints
 from passes.kernels import launch
 from passes.kernels.launch import Choices, Product
+from passes.split_products import block_of
 
 CUDA = torch.device("cuda", 0)
 H200 = 132
@@ -63,9 +64,10 @@ def test_every_option_is_a_tile_that_the_kernel_takes(shape, terms, hopper):
 
 
 def test_a_block_of_scales_is_whole_steps_of_every_tile():
-    from passes.split_precision_gemm import _BLOCK
+    blocks = {block_of(k) for k in range(1, 8193)} - {0}
 
-    assert all(_BLOCK % tile[2] == 0 for tile in (*launch.TILES, *launch.HOPPER_TILES))
+    assert blocks
+    assert all(block % tile[2] == 0 for block in blocks for tile in (*launch.TILES, *launch.HOPPER_TILES))
 
 
 @pytest.mark.parametrize(("m", "n"), [(16, 4096), (4096, 48)])
