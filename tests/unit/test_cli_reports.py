@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from unit.made_profiles import two_calls
+from made_profiles import two_calls
 
 from fxopt.cli import run
 from profiler_core.profiles import Profile
