@@ -145,7 +145,7 @@ def _(x_high, x_low, x_scale, w_high, w_low, w_scale, bias, window, stride, padd
 
     out = _empty(x_high, w_high, window, stride, padding, dilation)
     x, w = (x_high, x_low, x_scale), (w_high, w_low, w_scale)
-    triton_kernel.launch(x, w, bias, out, tuple(window), tuple(stride), tuple(padding), tuple(dilation))
+    triton_kernel.launch(x, w, bias, out, window, stride, padding, dilation)
     return out
 
 

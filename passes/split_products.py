@@ -30,7 +30,7 @@ from torch import fx
 
 from fxopt.torch_api.dynamo import is_frozen
 from fxopt.torch_api.tracing import graph_of
-from passes.kernels.launch import Tile
+from passes.kernels.launch import Tile, gemm
 from passes.views import VIEWS
 
 LOW = 2.0**11  #: what the remainder is multiplied by
@@ -231,8 +231,8 @@ def _rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _shape(a: torch.Tensor, b: torch.Tensor, tile: Sequence[int]) -> list[Any]:
     """[batch,] [shares,] M, N: fp32 sums over shares are the caller's, who can fuse them into what comes next."""
-    a = _rows(a, b)
-    return [*a.shape[:-2], *([tile[3]] if tile[3] > 1 else []), a.shape[-2], b.shape[-2]]
+    *lead, m = a.shape[: -2 if a.dim() > b.dim() else -1]
+    return [*lead, *([tile[3]] if tile[3] > 1 else []), m, b.shape[-2]]
 
 
 @torch.library.impl("fxopt::split_gemm", "Meta")
@@ -284,8 +284,6 @@ def _(
     a_hi: Any, a_lo: Any, a_scale: Any, b_hi: Any, b_lo: Any, b_scale: Any, bias: Any, tile: Any, counts: Any = None,
     first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    from passes.kernels.launch import gemm
-
     out = a_hi.new_empty(_shape(a_hi, b_hi, tile), dtype=torch.float32)
     mine = None if counts is None else counts[first:]
     gemm((a_hi, a_lo, a_scale), (b_hi, b_lo, b_scale), bias, out, tuple(tile), mine)
@@ -294,8 +292,6 @@ def _(
 
 @torch.library.impl("fxopt::scaled_gemm", "CUDA")
 def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch.Tensor:
-    from passes.kernels.launch import gemm
-
     out = a.new_empty(_shape(a, b, tile), dtype=torch.float32)
     gemm((a, None, a_scale), (b, None, b_scale), bias, out, tuple(tile))
     return out

@@ -6,6 +6,7 @@
 #   FOLDER  where the JSON files, plans and logs go
 #   PART    tests    the tests marked gpu
 #           sweep    the error of split products
+#           kernels  what a launch costs on the CPU, and LSTM layers in every way there is
 #           memory   what the GPU holds after tuning
 #           aa       how often the same code is called different; goes on where it was stopped
 #           compare  every workload in every column, one after the other; leaves out what is finished of the same code.
@@ -19,7 +20,7 @@ set -u
 [ $# -ge 1 ] || { sed -n '2,/^set/p' "$0" | grep '^#'; exit 2; }
 mkdir -p "$1" && folder=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -ge 1 ] || set -- tests sweep memory aa compare ddp
+[ $# -ge 1 ] || set -- tests sweep kernels memory aa compare ddp
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3} device=${DEVICE:-cuda} failed=
 commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
@@ -39,7 +40,7 @@ part() {
 
 for name in "$@"; do
   case $name in
-  tests | sweep | memory | aa | compare | ddp) ;;
+  tests | sweep | kernels | memory | aa | compare | ddp) ;;
   *) echo "no part is called $name"; exit 2 ;;
   esac
 done
@@ -48,6 +49,10 @@ for name in "$@"; do
   tests) part tests "$python" -m pytest -m gpu tests/gpu -v --tb=short -p no:cacheprovider ;;
   # shellcheck disable=SC2086  # $given, COMPARE and COMPARE_ARGS are lists
   sweep) part sweep "$python" -m case_studies.split_sweep --device "$device" $given --json "$folder/split_sweep.json" ;;
+  kernels)
+    part launches "$python" tests/benchmarks/launch_overhead_gpu.py --json "$folder/launch_overhead.json"
+    part lstm "$python" tests/benchmarks/split_lstm_gpu.py --tune --json "$folder/split_lstm.json"
+    ;;
   memory) part memory "$python" tools/gpu_memory.py --time-limit 15 --json "$folder/memory.json" ;;
   aa) part aa "$python" tools/aa_rounds.py --device "$device" --rounds 100 --batch 100 --json "$folder/aa_rounds.json" ;;
   compare)

@@ -12,11 +12,7 @@ in `passes.split_products`; a row that is not held, with scale 0, is multiplied 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -171,18 +167,16 @@ def launch(
     cell = cell.clone(memory_format=torch.contiguous_format)
     out = pre.new_empty(steps, batch, hidden)
     planes = pre.new_empty(2, 2, batch, hidden, dtype=torch.float16)
-    grid = triton.cdiv(hidden, chosen.units) * triton.cdiv(batch, chosen.rows)
+    grid = (triton.cdiv(hidden, chosen.units) * triton.cdiv(batch, chosen.rows),)
     constants = (hidden, chosen.rows, chosen.units, chosen.depth)
     bits = high.view(torch.float16), low.view(torch.float16)
-    on_device = torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext()
-    with on_device:
+    key = ("lstm_steps", out.get_device(), batch, chosen, constants)
+    ready = direct.known(key)
+    with direct.on_device(out):
         for step in range(steps):
-            given = (first if step == 0 else pre, out, planes, cell, *bits, scale, step, batch, *constants)
-            aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in given[:7])
-            key = ("lstm_steps", out.device, batch, chosen, constants, aligned)
-            direct.launch(key, grid, partial(_begin, grid, chosen, given), partial(tuple, given))
+            operands = (first if step == 0 else pre, out, planes, cell, *bits, scale)
+            if ready is None or not ready([operand.data_ptr() for operand in operands], step):
+                parameters = (*operands, step, batch, *constants)
+                compiled = kernel[grid](*parameters, num_warps=chosen.warps, num_stages=chosen.stages)
+                ready = direct.remember(key, compiled, grid, parameters, operands, varying=(len(operands),))
     return out, cell
-
-
-def _begin(grid: int, config: Config, given: Sequence[Any]) -> Any:
-    return kernel[(grid,)](*given, num_warps=config.warps, num_stages=config.stages)

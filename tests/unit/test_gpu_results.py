@@ -33,8 +33,14 @@ def test_all_parts_run_and_what_they_name_is_there(tmp_path):
     assert modules == ["pytest", "case_studies.split_sweep", "case_studies.compare", "torch.distributed.run"]
     assert "case_studies.ddp" in made[-1] and "--nproc-per-node 2" in made[-1]
     assert "--fail-rank 1" in made[-1]
-    scripts = [line.split()[0] for line in made if line.startswith("tools/")]
-    assert scripts == ["tools/gpu_memory.py", "tools/aa_rounds.py"] and all((ROOT / name).exists() for name in scripts)
+    scripts = [line.split()[0] for line in made if line.startswith(("tools/", "tests/"))]
+    assert scripts == [
+        "tests/benchmarks/launch_overhead_gpu.py",
+        "tests/benchmarks/split_lstm_gpu.py",
+        "tools/gpu_memory.py",
+        "tools/aa_rounds.py",
+    ]
+    assert all((ROOT / name).exists() for name in scripts)
     assert all((ROOT / f"{name.replace('.', '/')}.py").exists() for name in modules if name.startswith("case_studies"))
 
 
@@ -77,6 +83,8 @@ def test_the_options_that_it_gives_are_known():
         "case_studies.split_sweep": "case_studies/split_sweep.py",
         "tools/gpu_memory.py": "tools/gpu_memory.py",
         "tools/aa_rounds.py": "tools/aa_rounds.py",
+        "tests/benchmarks/launch_overhead_gpu.py": "tests/benchmarks/launch_overhead_gpu.py",
+        "tests/benchmarks/split_lstm_gpu.py": "tests/benchmarks/split_lstm_gpu.py",
         "case_studies.compare": "case_studies/compare.py",
         "case_studies.ddp": "case_studies/ddp.py",
     }.items():
