@@ -158,7 +158,7 @@ class RnnRedispatch(ConfigPass):
         if compiled.post_grad is None:  # there was nothing to compile
             return 0
         graph = compiled.post_grad.graph
-        if self.compute == "split":  # one layer of nn.LSTM or more each
+        if self.compute == "split":
             return min(len(graph.find_nodes(op="call_function", target=split_rnn.STEPS)), len(accepted))
         found = [n for n in rnn.nodes(graph) if n.args[-1] == self.compute]
         return min(len(found), len(accepted))

@@ -1,7 +1,7 @@
 """LSTM layers in split fp32: input products of all steps at once, and a kernel a step for the rest.
 
-The library's fp32 LSTM multiplies on fp32 units, in several launches a step. Here the products with the input, half of
-the arithmetic, are one `fxopt::split_gemm` a layer; what is left of a step is one launch (`fxopt::lstm_steps`,
+The library's fp32 LSTM multiplies on fp32 units, in several launches a step. Here the products with the input are one
+`fxopt::split_gemm`; what is left of a step, in all layers, is one launch (`fxopt::lstm_steps`,
 `passes.kernels.lstm_steps`). Both are as accurate as fp32.
 """
 
@@ -19,40 +19,53 @@ from passes.kernels import launch
 from passes.kernels.launch import Product, Tile
 from passes.split_products import block_of, joined, split
 
-__all__ = ["STEPS", "products", "refusal", "rewrite", "split_lstm"]
+__all__ = ["STEPS", "product", "refusal", "rewrite", "split_lstm"]
 
 _MOST = 2**31 - 1
 
 torch.library.define(
     "fxopt::lstm_steps",
-    "(Tensor first, Tensor pre, Tensor cell, Tensor w_hi, Tensor w_lo, Tensor w_scale) -> (Tensor, Tensor)",
+    "(Tensor first, Tensor pre, Tensor? bias, Tensor cell, Tensor[] below, Tensor[] weight)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 STEPS: Any = torch.ops.fxopt.lstm_steps.default
+_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.impl("fxopt::lstm_steps", "Meta")
-def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return pre.new_empty(*pre.shape[:2], cell.shape[-1]), cell.new_empty(cell.shape)
+def _(first: Any, pre: Any, bias: Any, cell: Any, below: Any, weight: Any) -> _States:
+    return pre.new_empty(*pre.shape[:2], cell.shape[-1]), cell.new_empty(cell.shape), cell.new_empty(cell.shape)
 
 
 @torch.library.impl("fxopt::lstm_steps", "CPU")
-def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    weight, gates = joined(w_hi, w_lo, w_scale), first
-    states: list[torch.Tensor] = []
-    for step in range(pre.shape[0]):
-        if step:
-            gates = pre[step] + states[-1] @ weight.mT
-        i, f, g, o = gates.chunk(4, -1)
-        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-        states.append(o.sigmoid() * cell.tanh())
-    return torch.stack(states), cell.clone(memory_format=torch.contiguous_format)
+def _(first: Any, pre: Any, bias: Any, cell: Any, below: Any, weight: Any) -> _States:
+    own, others = joined(*weight), joined(*below) if below else None
+    last, cells, inputs = [], [], pre
+    for layer in range(len(cell)):
+        if layer:
+            assert others is not None
+            inputs = inputs @ others[layer - 1].mT
+        c, states = cell[layer], list[torch.Tensor]()
+        for step in range(pre.shape[0]):
+            if step:
+                gates = inputs[step] + states[-1] @ own[layer].mT
+                gates = gates + bias[layer - 1] if layer else gates
+            else:
+                gates = first[layer] + inputs[0] if layer else first[0]
+            i, f, g, o = gates.chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            states.append(o.sigmoid() * c.tanh())
+        inputs = torch.stack(states)
+        last.append(states[-1])
+        cells.append(c)
+    return inputs, torch.stack(last), torch.stack(cells)
 
 
 @torch.library.impl("fxopt::lstm_steps", "CUDA")
-def _(first: Any, pre: Any, cell: Any, w_hi: Any, w_lo: Any, w_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(first: Any, pre: Any, bias: Any, cell: Any, below: Any, weight: Any) -> _States:
     from passes.kernels import lstm_steps
 
-    return lstm_steps.launch(first, pre, cell, (w_hi, w_lo, w_scale))
+    return lstm_steps.launch(first, pre, bias, cell, tuple(below) or None, tuple(weight))
 
 
 def refusal(args: Sequence[Any]) -> str:
@@ -79,12 +92,12 @@ def refusal(args: Sequence[Any]) -> str:
     return ""
 
 
-def products(args: Sequence[Any]) -> list[Product]:
-    """The products with the input, a layer each, of a layer that `refusal` does not refuse."""
+def product(args: Sequence[Any]) -> Product:
+    """The product of all steps with the input, of a layer that `refusal` does not refuse."""
     input, hx, weights, _, _, has_biases, *_ = args
     shape, hidden = rnn.value(input).shape, rnn.value(hx[0]).shape[-1]
-    widths = [rnn.value(weight).shape[-1] for weight in weights[:: 4 if has_biases else 2]]
-    return [Product(shape[0] * shape[1], 4 * hidden, k, block=block_of(k), bias=has_biases) for k in widths]
+    k = rnn.value(weights[0]).shape[-1]
+    return Product(shape[0] * shape[1], 4 * hidden, k, block=block_of(k), bias=has_biases)
 
 
 def split_lstm(
@@ -94,28 +107,39 @@ def split_lstm(
     has_biases: bool,
     num_layers: int,
     batch_first: bool,
-    tiles: Sequence[Tile],
+    tile: Tile,
     constant: bool,
 ) -> list[torch.Tensor]:
     """Output, last hidden state and last cell state, as `fxopt::rnn` gives them. To be traced.
 
     input [batch, steps, inputs] (`batch_first`) or [steps, batch, inputs]; hx two of [layers, batch, hidden]; weights
-    as `nn.LSTM` has them. tiles: of `split_gemm`, a layer each. constant: whether the weights are about to be folded.
+    as `nn.LSTM` has them. tile: of `split_gemm`. constant: whether the weights are about to be folded.
     """
     x = input.transpose(0, 1) if batch_first else input
     length, batch, _ = x.shape
     of_a_layer = 4 if has_biases else 2
-    hidden, cells = [], []
-    for layer in range(num_layers):
-        w_ih, w_hh, *biases = weights[layer * of_a_layer : (layer + 1) * of_a_layer]
-        gates = _product(x.reshape(length * batch, -1), w_ih, biases, tiles[layer], constant)
-        pre = gates.view(length, batch, gates.shape[-1])
+    of_layers = [weights[layer * of_a_layer : (layer + 1) * of_a_layer] for layer in range(num_layers)]
+    added = [None if len(of) == 2 else of[2] + of[3] for of in of_layers]
+    pre = _product(x.reshape(length * batch, -1), of_layers[0][0], added[0], tile, constant).view(length, batch, -1)
+    first, bias, below = [], None, list[torch.Tensor]()
+    for layer, (_, w_hh, *_) in enumerate(of_layers):
         # The state that a caller gives may be any number, which one scale for all does not hold.
-        first = pre[0] + hx[0][layer] @ w_hh.mT
-        x, cell = torch.ops.fxopt.lstm_steps(first, pre, hx[1][layer], *_split(w_hh, constant))
-        hidden.append(x[-1])
-        cells.append(cell)
-    return [x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)]
+        state = hx[0][layer] @ w_hh.mT
+        begun = added[layer] if layer else pre[0]
+        first.append(state if begun is None else begun + state)
+    if num_layers > 1:
+        zeros = pre.new_zeros(pre.shape[-1])
+        bias = torch.stack([zeros if one is None else one for one in added[1:]])
+        below = _stacked([of[0] for of in of_layers[1:]], constant)
+    out, hidden, cells = torch.ops.fxopt.lstm_steps(
+        torch.stack(first), pre, bias, hx[1], below, _stacked([of[1] for of in of_layers], constant)
+    )
+    return [out.transpose(0, 1) if batch_first else out, hidden, cells]
+
+
+def _stacked(weights: Sequence[torch.Tensor], constant: bool) -> list[torch.Tensor]:
+    """Planes and scales of equal matrices, in three tensors."""
+    return [torch.stack(parts) for parts in zip(*(_split(weight, constant) for weight in weights), strict=True)]
 
 
 def _split(weight: torch.Tensor, constant: bool) -> Sequence[torch.Tensor]:
@@ -124,10 +148,9 @@ def _split(weight: torch.Tensor, constant: bool) -> Sequence[torch.Tensor]:
 
 
 def _product(
-    rows: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], tile: Tile, constant: bool
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, constant: bool
 ) -> torch.Tensor:
     parts = split(rows.contiguous(), block_of(rows.shape[-1]))
-    bias = biases[0] + biases[1] if biases else None
     inside = bias if tile[3] <= 1 else None
     result = torch.ops.fxopt.split_gemm(*parts, *_split(weight, constant), inside, list(tile))
     if tile[3] > 1:
@@ -143,9 +166,8 @@ def rewrite(node: fx.Node, folder: Path | None, constant: bool) -> fx.Node:
     """
     args = rnn.arguments(node)
     input, hx, weights, _, mode, has_biases, num_layers, _, batch_first = args
-    choices, device = launch.choices_in(folder), rnn.value(input).device
-    tiles = [choices.tile(product, device)[0] for product in products(args)]
-    given = (input, hx, weights, has_biases, num_layers, batch_first, tiles, constant)
+    tile = launch.choices_in(folder).tile(product(args), rnn.value(input).device)[0]
+    given = (input, hx, weights, has_biases, num_layers, batch_first, tile, constant)
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", split_lstm, given, name=mode)
     rnn.inherit(new, node)

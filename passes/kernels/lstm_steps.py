@@ -1,9 +1,11 @@
-"""The steps of an LSTM layer: a product with the last hidden state in split fp32, the gates and the new state, a launch
-a step.
+"""The steps of an LSTM: products with hidden states in split fp32, gates and new states, all layers in a launch.
 
 A step's product is [batch, hidden] x [hidden, 4 hidden]: too small for a matrix unit to be what limits it. What the
-library's fp32 kernels take is their launches, several a step, and reading the weights on fp32 units; here a program
+library's fp32 kernels take are their launches, several a step, and reading the weights on fp32 units; here a program
 reads the rows of a few units, all four gates of each, multiplies, and has all that it needs for their new state.
+
+A layer is one step behind the one below it, whose new state is its input: launch d computes step d of the first layer,
+d - 1 of the second, and so on, so that steps + layers - 1 launches do for all.
 
 A hidden state is sigmoid times tanh, so that |h| <= 1 and one scale, 2^14, does for all: hi = fp16(h 2^14) and
 lo = fp16((h 2^14 - hi) 2^11) hold h to 2^-22 of itself down to 2^-28, and to 2^-50 below that. The weights are split as
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from passes.kernels import direct
 from passes.kernels.launch import multiprocessors
@@ -29,13 +32,18 @@ SCALE = tl.constexpr(2.0**14)
 
 @dataclass(frozen=True)
 class Config:
-    """Of a program: rows of the batch, units of the layer, elements of the product a step, and stages of its loads."""
+    """Of a program: rows of the batch, units of the layer, elements of the product a step, and stages of its loads.
+
+    early: whether a launch may begin before the one before it has ended, to wait for that on its multiprocessor
+    (programmatic dependent launch, from compute capability 9.0 on).
+    """
 
     rows: int
     units: int
     depth: int
     stages: int = 4
     warps: int = 4
+    early: bool = False
 
 
 def choose(batch: int, hidden: int, programs: int) -> Config:
@@ -73,17 +81,49 @@ def tanh(x):
     return tl.where(magnitude < 0.5, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit(do_not_specialize=["step"])
-def kernel(
-    pre, out, planes, cell, w_high, w_low, w_scale, step, batch,
+@triton.jit
+def _times(
+    gates, planes, plane, recent, w_high, w_low, w_scale, m, inside, row, there,
     HIDDEN: tl.constexpr, BM: tl.constexpr, UNITS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Step `step` of a layer. pre [steps, batch, 4 HIDDEN] fp32, the gates without the hidden state's part; of step 0,
-    the whole gates. out [steps, batch, HIDDEN] fp32. planes [2, 2, batch, HIDDEN] fp16: of each other step, the high
-    and the low one. cell [batch, HIDDEN] fp32, written in place. w planes [4 HIDDEN, HIDDEN] fp16, w_scale [4 HIDDEN].
+    """gates + h w^T: planes and `recent` hold h [batch, HIDDEN], the latter in fp32; w planes [4 HIDDEN, HIDDEN]."""
+    scale = tl.load(w_scale + row, mask=there, other=1.0)
+    if tl.min(scale, 0) != 0:
+        main = tl.zeros((BM, 4 * UNITS), dtype=tl.float32)
+        rest = tl.zeros((BM, 4 * UNITS), dtype=tl.float32)
+        for first in range(0, HIDDEN, BK):
+            k = first + tl.arange(0, BK)
+            of_h = m[:, None] * HIDDEN + k[None, :]
+            of_w = row[None, :] * HIDDEN + k[:, None]
+            hh = tl.load(planes + of_h, mask=inside, other=0.0)
+            hl = tl.load(planes + plane + of_h, mask=inside, other=0.0)
+            wh = tl.load(w_high + of_w, mask=there[None, :], other=0.0)
+            wl = tl.load(w_low + of_w, mask=there[None, :], other=0.0)
+            # As in `split_gemm`: a matrix unit's own long sum rounds towards zero.
+            main += tl.dot(hh, wh, max_num_imprecise_acc=BK)
+            rest = tl.dot(hl, wh, rest)
+            rest = tl.dot(hh, wl, rest)
+        gates += (main + rest * LOW) * (1.0 / scale)[None, :] * (1.0 / SCALE)
+    else:
+        for first in range(0, HIDDEN, 16):
+            k = first + tl.arange(0, 16)
+            of_w = row[None, :] * HIDDEN + k[:, None]
+            h = tl.load(recent + m[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0)
+            w = decoded(
+                tl.load(w_high + of_w, mask=there[None, :], other=0.0),
+                tl.load(w_low + of_w, mask=there[None, :], other=0.0),
+                scale[None, :],
+            )
+            gates += tl.dot(h, w, input_precision="ieee", max_num_imprecise_acc=16)
+    return gates
 
-    Gates lie as in torch: input, forget, cell, output. Grid: cdiv(HIDDEN, UNITS) * cdiv(batch, BM).
-    """
+
+@triton.jit
+def _step(
+    first, pre, bias, out, planes, recent, cell, ih_high, ih_low, ih_scale, hh_high, hh_low, hh_scale,
+    layer, step, batch,
+    HIDDEN: tl.constexpr, LAYERS: tl.constexpr, BM: tl.constexpr, UNITS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     across = tl.cdiv(HIDDEN, UNITS)
     unit = tl.program_id(0) % across * UNITS
     m = tl.program_id(0) // across * BM + tl.arange(0, BM)
@@ -93,41 +133,32 @@ def kernel(
     there = unit + j // 4 < HIDDEN
     row = j % 4 * HIDDEN + unit + j // 4
     plane = batch * HIDDEN
-    gates = tl.load(
-        pre + (step.to(tl.int64) * batch + m)[:, None] * (4 * HIDDEN) + row[None, :],
-        mask=inside & there[None, :], other=0.0,
-    )  # fmt: skip
+    this, last = step & 1, (step - 1) & 1
+    matrix = 4 * HIDDEN * HIDDEN
+    of_gates = m[:, None] * (4 * HIDDEN) + row[None, :]
+    known = inside & there[None, :]
+    if step == 0:
+        gates = tl.load(first + layer * (4 * plane) + of_gates, mask=known, other=0.0)
+    elif layer == 0:
+        gates = tl.load(pre + step.to(tl.int64) * (4 * plane) + of_gates, mask=known, other=0.0)
+    else:
+        added = tl.load(bias + (layer - 1) * (4 * HIDDEN) + row, mask=there, other=0.0)
+        gates = tl.zeros((BM, 4 * UNITS), dtype=tl.float32) + added[None, :]
+    if LAYERS > 1:  # noqa: SIM102 - by itself, so that a single layer has no code for it
+        if layer > 0:
+            below = (layer - 1) * 2 + this
+            gates = _times(
+                gates, planes + below * (2 * plane), plane, recent + below * plane,
+                ih_high + (layer - 1) * matrix, ih_low + (layer - 1) * matrix, ih_scale + (layer - 1) * (4 * HIDDEN),
+                m, inside, row, there, HIDDEN, BM, UNITS, BK,
+            )  # fmt: skip
     if step > 0:
-        scale = tl.load(w_scale + row, mask=there, other=1.0)
-        if tl.min(scale, 0) != 0:
-            high = planes + ((step - 1) & 1) * 2 * plane
-            main = tl.zeros((BM, 4 * UNITS), dtype=tl.float32)
-            rest = tl.zeros((BM, 4 * UNITS), dtype=tl.float32)
-            for first in range(0, HIDDEN, BK):
-                k = first + tl.arange(0, BK)
-                of_h = m[:, None] * HIDDEN + k[None, :]
-                of_w = row[None, :] * HIDDEN + k[:, None]
-                hh = tl.load(high + of_h, mask=inside, other=0.0)
-                hl = tl.load(high + plane + of_h, mask=inside, other=0.0)
-                wh = tl.load(w_high + of_w, mask=there[None, :], other=0.0)
-                wl = tl.load(w_low + of_w, mask=there[None, :], other=0.0)
-                # As in `split_gemm`: a matrix unit's own long sum rounds towards zero.
-                main += tl.dot(hh, wh, max_num_imprecise_acc=BK)
-                rest = tl.dot(hl, wh, rest)
-                rest = tl.dot(hh, wl, rest)
-            gates += (main + rest * LOW) * (1.0 / scale)[None, :] * (1.0 / SCALE)
-        else:
-            last = out + (step - 1).to(tl.int64) * plane
-            for first in range(0, HIDDEN, 16):
-                k = first + tl.arange(0, 16)
-                of_w = row[None, :] * HIDDEN + k[:, None]
-                h = tl.load(last + m[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0)
-                w = decoded(
-                    tl.load(w_high + of_w, mask=there[None, :], other=0.0),
-                    tl.load(w_low + of_w, mask=there[None, :], other=0.0),
-                    scale[None, :],
-                )
-                gates += tl.dot(h, w, input_precision="ieee", max_num_imprecise_acc=16)
+        own = layer * 2 + last
+        gates = _times(
+            gates, planes + own * (2 * plane), plane, recent + own * plane,
+            hh_high + layer * matrix, hh_low + layer * matrix, hh_scale + layer * (4 * HIDDEN),
+            m, inside, row, there, HIDDEN, BM, UNITS, BK,
+        )  # fmt: skip
     # j is (unit, two bits of the gate): the last bit tells input from forget, and cell from output.
     even, odd = tl.split(tl.reshape(gates, (BM, UNITS, 2, 2)))
     i, g = tl.split(even)
@@ -135,48 +166,97 @@ def kernel(
     units = unit + tl.arange(0, UNITS)
     at = m[:, None] * HIDDEN + units[None, :]
     mine = inside & (units < HIDDEN)[None, :]
-    c = sigmoid(f) * tl.load(cell + at, mask=mine, other=0.0) + sigmoid(i) * tanh(g)
+    of_cell = cell + layer * plane + at
+    c = sigmoid(f) * tl.load(of_cell, mask=mine, other=0.0) + sigmoid(i) * tanh(g)
     h = sigmoid(o) * tanh(c)
-    tl.store(cell + at, c, mask=mine)
-    tl.store(out + step.to(tl.int64) * plane + at, h, mask=mine)
+    tl.store(of_cell, c, mask=mine)
+    if layer == LAYERS - 1:
+        tl.store(out + step.to(tl.int64) * plane + at, h, mask=mine)
+    now = layer * 2 + this
+    tl.store(recent + now * plane + at, h, mask=mine)
     y = h * SCALE
     hi = y.to(tl.float16)
-    following = planes + (step & 1) * 2 * plane
+    following = planes + now * (2 * plane)
     tl.store(following + at, hi, mask=mine)
     tl.store(following + plane + at, ((y - hi.to(tl.float32)) * 2048.0).to(tl.float16), mask=mine)
+
+
+@triton.jit(do_not_specialize=["number", "steps"])
+def kernel(
+    first, pre, bias, out, planes, recent, cell, ih_high, ih_low, ih_scale, hh_high, hh_low, hh_scale,
+    number, steps, batch,
+    HIDDEN: tl.constexpr, LAYERS: tl.constexpr, BM: tl.constexpr, UNITS: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Launch `number`: of layer l, the step number - l.
+
+    first [LAYERS, batch, 4 HIDDEN]: the gates of each layer's step 0 without what comes from below. pre [steps, batch,
+    4 HIDDEN]: the first layer's without the hidden state's part; bias [LAYERS - 1, 4 HIDDEN], what others begin with.
+    out [steps, batch, HIDDEN], the last layer's. Of each layer's last two steps, planes [LAYERS, 2, 2, batch, HIDDEN]
+    fp16 and recent [LAYERS, 2, batch, HIDDEN]. cell [LAYERS, batch, HIDDEN], written in place. ih planes [LAYERS - 1,
+    4 HIDDEN, HIDDEN] fp16 with scales [LAYERS - 1, 4 HIDDEN], and hh planes alike, for all layers. fp32 but planes.
+
+    Gates lie as in torch: input, forget, cell, output. Grid: (cdiv(HIDDEN, UNITS) * cdiv(batch, BM), LAYERS).
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    layer = tl.program_id(1).to(tl.int64)
+    step = number - tl.program_id(1)
+    if (step >= 0) & (step < steps):
+        _step(
+            first, pre, bias, out, planes, recent, cell, ih_high, ih_low, ih_scale, hh_high, hh_low, hh_scale,
+            layer, step, batch, HIDDEN, LAYERS, BM, UNITS, BK,
+        )  # fmt: skip
+
+
+Planes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def launch(
     first: torch.Tensor,
     pre: torch.Tensor,
+    bias: torch.Tensor | None,
     cell: torch.Tensor,
-    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    below: Planes | None,
+    weight: Planes,
     config: Config | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden states [steps, batch, hidden], last cell state [batch, hidden]) of a layer, all fp32.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the last layer's hidden states [steps, batch, hidden], each layer's last hidden state and last cell state, both
+    [layers, batch, hidden]), all fp32.
 
-    first [batch, 4 hidden]: the whole gates of the first step. pre [steps, batch, 4 hidden]: those of all steps without
-    the hidden state's part; its first is not read. cell [batch, hidden]: before the first step, left as it is. weight:
-    planes [4 hidden, hidden] of fp16's bits and scales [4 hidden, 1]. hidden: a multiple of 16.
+    first [layers, batch, 4 hidden]: the whole gates of the first step but for the product with the layer below. pre
+    [steps, batch, 4 hidden]: the first layer's gates of all steps without the hidden state's part; its first is not
+    read. bias [layers - 1, 4 hidden]: what the gates of the others begin with. cell [layers, batch, hidden]: before the
+    first step, left as it is. below, weight: of the products with the layer below [layers - 1, 4 hidden, hidden] and
+    with the hidden state [layers, ...], planes of fp16's bits and scales [.., 4 hidden, 1]. hidden: a multiple of 16.
+    A single layer has neither bias nor below.
     """
     steps, batch, _ = pre.shape
-    hidden = cell.shape[-1]
+    layers, _, hidden = cell.shape
     chosen = config or choose(batch, hidden, multiprocessors(pre.device))
-    high, low, scale = (part.contiguous() for part in weight)
+    matrices = [*(weight if below is None else below), *weight]
+    (ih_high, ih_low, ih_scale, *hh) = (part.contiguous() for part in matrices)
     first, pre = first.contiguous(), pre.contiguous()
+    begun = pre if bias is None else bias.contiguous()
     cell = cell.clone(memory_format=torch.contiguous_format)
     out = pre.new_empty(steps, batch, hidden)
-    planes = pre.new_empty(2, 2, batch, hidden, dtype=torch.float16)
-    grid = (triton.cdiv(hidden, chosen.units) * triton.cdiv(batch, chosen.rows),)
-    constants = (hidden, chosen.rows, chosen.units, chosen.depth)
-    bits = high.view(torch.float16), low.view(torch.float16)
-    key = ("lstm_steps", out.get_device(), batch, chosen, constants)
+    planes = pre.new_empty(layers, 2, 2, batch, hidden, dtype=torch.float16)
+    recent = pre.new_empty(layers, 2, batch, hidden)
+    grid = (triton.cdiv(hidden, chosen.units) * triton.cdiv(batch, chosen.rows), layers)
+    constants = (hidden, layers, chosen.rows, chosen.units, chosen.depth, chosen.early)
+    bits = [part.view(torch.float16) for part in (ih_high, ih_low, hh[0], hh[1])]
+    given = (first, pre, begun, out, planes, recent, cell, *bits[:2], ih_scale, *bits[2:], hh[2])
+    # Without a layer below, what stands in its place is an operand already.
+    operands = [None if layers == 1 and i in (2, 7, 8, 9) else tensor for i, tensor in enumerate(given)]
+    addresses = [0 if operand is None else operand.data_ptr() for operand in operands]
+    key = ("lstm_steps", out.get_device(), steps, batch, chosen, constants)
     ready = direct.known(key)
     with direct.on_device(out):
-        for step in range(steps):
-            operands = (first if step == 0 else pre, out, planes, cell, *bits, scale)
-            if ready is None or not ready([operand.data_ptr() for operand in operands], step):
-                parameters = (*operands, step, batch, *constants)
-                compiled = kernel[grid](*parameters, num_warps=chosen.warps, num_stages=chosen.stages)
-                ready = direct.remember(key, compiled, grid, parameters, operands, varying=(len(operands),))
-    return out, cell
+        for number in range(steps + layers - 1):
+            if ready is None or not ready(addresses, number):
+                parameters = (*given, number, steps, batch, *constants)
+                options = {"launch_pdl": True} if chosen.early else {}
+                compiled = kernel[grid](*parameters, num_warps=chosen.warps, num_stages=chosen.stages, **options)
+                ready = direct.remember(key, compiled, grid, parameters, operands, varying=(len(given),))
+    return out, recent[:, (steps - 1) % 2].clone(), cell

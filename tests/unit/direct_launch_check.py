@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 FOLDER = sys.argv[1]
@@ -208,16 +209,24 @@ def convolutions() -> Iterator[tuple[str, Callable[[], Any], int]]:
 
 
 def recurrences() -> Iterator[tuple[str, Callable[[], Any], int]]:
-    def make():
-        steps, batch, hidden = 5, 8, 64
-        weight = split(torch.randn(4 * hidden, hidden))
-        first, pre = torch.randn(batch, 4 * hidden), torch.randn(steps, batch, 4 * hidden)
-        cell = torch.zeros(batch, hidden)
-        kept: list[Any] = []
-        given = [first, pre, *weight]
-        return (lambda: kept.append(lstm_steps.launch(first, pre, cell, weight))), given
+    def of(layers, early=False):
+        def make():
+            steps, batch, hidden = 5, 8, 64
+            config = replace(lstm_steps.choose(batch, hidden, 132), early=early)
+            first, pre = torch.randn(layers, batch, 4 * hidden), torch.randn(steps, batch, 4 * hidden)
+            bias = torch.randn(layers - 1, 4 * hidden) if layers > 1 else None
+            cell = torch.zeros(layers, batch, hidden)
+            below = split(torch.randn(layers - 1, 4 * hidden, hidden)) if layers > 1 else None
+            weight = split(torch.randn(layers, 4 * hidden, hidden))
+            kept: list[Any] = []
+            given = [t for t in (first, pre, bias, *(below or ()), *weight) if t is not None]
+            return (lambda: kept.append(lstm_steps.launch(first, pre, bias, cell, below, weight, config))), given
 
-    yield "LSTM", make, 1
+        return make
+
+    yield "LSTM", of(1), 1
+    yield "LSTM of two layers", of(2), 1
+    yield "LSTM whose launches begin early", of(2, early=True), 1
 
 
 def misaligned() -> None:
