@@ -78,12 +78,11 @@ def _work(
 
 @gluon.jit
 def _fetch(
-    descs, buffers, ready, empty, M, N, K, shares,
+    descs, buffers, ready, empty, M, N, K, shares, PLANES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     EVEN: gl.constexpr,
 ):  # fmt: skip
-    ah_desc, al_desc, bh_desc, bl_desc = descs
-    ah_s, al_s, bh_s, bl_s = buffers
+    """Fill the stages with the operands' planes: (a, b), or (a's high one, b's, a's low one, b's)."""
     filled = 0
     first, last, distance = _pieces(M, N, K, shares, BM, BN, BK, EVEN)
     for work in range(first, last, distance):
@@ -92,11 +91,11 @@ def _fetch(
             stage = filled % STAGES
             mbarrier.wait(empty.index(stage), (filled // STAGES & 1) ^ 1)
             bar = ready.index(stage)
-            mbarrier.expect(bar, (BM + BN) * BK * 4)
-            tma.async_copy_global_to_shared(ah_desc, [tile_m * BM, step * BK], bar, ah_s.index(stage))
-            tma.async_copy_global_to_shared(bh_desc, [tile_n * BN, step * BK], bar, bh_s.index(stage))
-            tma.async_copy_global_to_shared(al_desc, [tile_m * BM, step * BK], bar, al_s.index(stage))
-            tma.async_copy_global_to_shared(bl_desc, [tile_n * BN, step * BK], bar, bl_s.index(stage))
+            mbarrier.expect(bar, PLANES * (BM + BN) * BK * 2)
+            for plane in gl.static_range(PLANES):
+                a_s, b_s = buffers[2 * plane], buffers[2 * plane + 1]
+                tma.async_copy_global_to_shared(descs[2 * plane], [tile_m * BM, step * BK], bar, a_s.index(stage))
+                tma.async_copy_global_to_shared(descs[2 * plane + 1], [tile_n * BN, step * BK], bar, b_s.index(stage))
             filled += 1
 
 
@@ -106,7 +105,7 @@ def _multiply(
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BLOCK: gl.constexpr,
     BLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    ah_s, al_s, bh_s, bl_s = buffers
+    ah_s, bh_s, al_s, bl_s = buffers
     a_scale = pointers[2]
     sums, counts = pointers[8], pointers[9]
     rows: gl.constexpr = BM // 2
@@ -301,8 +300,8 @@ def split_gemm_hopper(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    buffers = (ah_s, al_s, bh_s, bl_s)
-    descs = (ah_desc, al_desc, bh_desc, bl_desc)
+    buffers = (ah_s, bh_s, al_s, bl_s)
+    descs = (ah_desc, bh_desc, al_desc, bl_desc)
     pointers = (a_hi, a_lo, a_scale, b_hi, b_lo, b_scale, bias, out, sums, counts)
     gl.warp_specialize(
         [
@@ -316,31 +315,14 @@ def split_gemm_hopper(
                 (buffers, ready, empty, pointers, M, N, K, shares, blocks, stride_am, stride_bn,
                  gl.constexpr(1), BM, BN, BK, BLOCK, BLOCKS, STAGES, HAS_BIAS, GROUP, EVEN),
             ),
-            (_fetch, (descs, buffers, ready, empty, M, N, K, shares, BM, BN, BK, STAGES, GROUP, EVEN)),
+            (
+                _fetch,
+                (descs, buffers, ready, empty, M, N, K, shares, gl.constexpr(2), BM, BN, BK, STAGES, GROUP, EVEN),
+            ),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def _fetch_one(
-    descs, buffers, ready, empty, M, N, K, shares,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    a_desc, b_desc = descs
-    a_s, b_s = buffers
-    filled = 0
-    for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
-        tile_m, tile_n, _, begin, end, _ = _work(work, M, N, K, shares, BM, BN, BK, GROUP, False)
-        for step in range(begin, end):
-            stage = filled % STAGES
-            mbarrier.wait(empty.index(stage), (filled // STAGES & 1) ^ 1)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, (BM + BN) * BK * 2)
-            tma.async_copy_global_to_shared(a_desc, [tile_m * BM, step * BK], bar, a_s.index(stage))
-            tma.async_copy_global_to_shared(b_desc, [tile_n * BN, step * BK], bar, b_s.index(stage))
-            filled += 1
 
 
 @gluon.jit
@@ -354,7 +336,8 @@ def _multiply_one(
     rows: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     used = 0
-    for work in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN) * shares, gl.num_programs(0)):
+    first, last, distance = _pieces(M, N, K, shares, BM, BN, BK, False)
+    for work in range(first, last, distance):
         tile_m, tile_n, split, begin, end, _ = _work(work, M, N, K, shares, BM, BN, BK, GROUP, False)
         total = gl.zeros((rows, BN), gl.float32, layout)
         for _ in range(begin, end):
@@ -409,7 +392,11 @@ def scaled_gemm_hopper(
                 (buffers, ready, empty, pointers, M, N, K, shares,
                  gl.constexpr(1), BM, BN, BK, STAGES, HAS_BIAS, GROUP),
             ),
-            (_fetch_one, (descs, buffers, ready, empty, M, N, K, shares, BM, BN, BK, STAGES, GROUP)),
+            (
+                _fetch,
+                (descs, buffers, ready, empty, M, N, K, shares, gl.constexpr(1), BM, BN, BK, STAGES, GROUP,
+                 gl.constexpr(False)),
+            ),
         ],
         [4, 1],
         [240, 24],
