@@ -326,16 +326,30 @@ def last_report() -> Report:
     return Report(graphs=[_recent[-1]])
 
 
+#: the phase of `GraphReport.seconds` in which other processes measured on the device
+WAITING = "wait for the device"
+
+
 @contextlib.contextmanager
 def phase(report: GraphReport, name: str) -> Any:
-    """Add the time of the enclosed block to `report.seconds[name]`; its errors are of that stage (`fxopt.stage`)."""
+    """Add the time of the enclosed block to `report.seconds[name]`; its errors are of that stage (`fxopt.stage`).
+
+    What it waits until others have measured on the device is a phase of its own, or the reader would take a busy GPU
+    for a slow measurement.
+    """
     import time
 
     from fxopt.stage import stage
+    from profiler_core import exclusive
 
-    started = time.perf_counter()
+    seconds = report.seconds
+    started, before, known = time.perf_counter(), exclusive.waited(), seconds.get(WAITING, 0.0)
     try:
         with stage(name):
             yield
     finally:
-        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started
+        waited = exclusive.waited() - before
+        if waited >= 0.001:  # to take a lock that is free is no waiting
+            within = seconds.get(WAITING, 0.0) - known  # by phases inside this one
+            seconds[WAITING] = known + max(waited, within)
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started - waited

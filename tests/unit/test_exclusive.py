@@ -134,3 +134,25 @@ def test_an_error_inside_is_the_callers():
 def test_a_cpu_is_not_held():
     with exclusive.measuring(torch.device("cpu")) as held:
         assert not held
+
+
+def test_a_phase_of_a_report_has_no_time_in_it_that_was_spent_waiting(monkeypatch):
+    from fxopt.report import model
+
+    clock = {"now": 0.0, "waited": 0.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(exclusive, "waited", lambda: clock["waited"])
+
+    def spend(working: float, waiting: float) -> None:
+        clock["now"] += working + waiting
+        clock["waited"] += waiting
+
+    report = model.GraphReport(key="")
+    for _ in range(2):
+        with model.phase(report, "outer"):
+            spend(1, 10)
+            with model.phase(report, "inner"):
+                spend(2, 20)
+    with model.phase(report, "alone"):
+        spend(4, 0)
+    assert report.seconds == {"outer": 6, "inner": 4, "alone": 4, model.WAITING: 60}
