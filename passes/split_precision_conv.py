@@ -31,7 +31,7 @@ from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.torch_api.tracing import graph_of
 from passes import split_products
-from passes.kernels import launch
+from passes.kernels import tiling
 from profiler_core.quantities import duration
 
 aten = torch.ops.aten
@@ -271,8 +271,8 @@ def _slower_than_tf32(node: fx.Node, context: PassContext) -> tuple[float, float
     if len(x) == 3:
         x, w = (*x[:2], 1, x[2]), (*w[:2], 1, w[2])
     stride, padding, dilation = ((a, b) for a, b in _geometry(node))
-    choices = launch.choices_in(context.cache)
-    of = launch.Convolution(x, w, stride, padding, dilation)
+    choices = tiling.choices_in(context.cache)
+    of = tiling.Convolution(x, w, stride, padding, dilation)
     own, theirs = choices.convolution(of, node.meta["val"].device)
     return (own, theirs) if 0 < theirs < own else None
 

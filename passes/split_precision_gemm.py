@@ -35,7 +35,7 @@ from torch import fx
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
-from passes.kernels import launch
+from passes.kernels import launch, tiling
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
 from passes.split_products import WEIGHTS, block_of, is_constant, parts_of, rounded_once, split, split_parts
 from profiler_core.quantities import duration
@@ -145,12 +145,12 @@ class SplitPrecisionGemm(GraphPass):
         own, theirs = choices.tile(product, device)[1], choices.tf32(product, device)
         return (own, theirs) if 0 < theirs < own else None
 
-    def _measured(self, node: fx.Node, context: PassContext) -> tuple[launch.Product, launch.Choices]:
+    def _measured(self, node: fx.Node, context: PassContext) -> tuple[tiling.Product, tiling.Choices]:
         args: Any = node.args
         left, _ = _LEFT[node.target]
         a, b = (args[i].meta["val"] for i in (left, left + 1))
         m, k = a.shape[-2:]
-        product = launch.Product(
+        product = tiling.Product(
             m,
             b.shape[-1],
             k,
@@ -159,7 +159,7 @@ class SplitPrecisionGemm(GraphPass):
             block=block_of(k) if self.method != "fp16" else 0,
             bias=_bias_of(node) is not None,
         )
-        return product, launch.choices_in(context.cache)
+        return product, tiling.choices_in(context.cache)
 
     def _product(self, graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, context: PassContext) -> fx.Node:
         """The product, by this project's own kernel or by cuBLAS; a bias [N] may be in it."""

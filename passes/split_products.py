@@ -299,10 +299,10 @@ def _(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, tile: Any) -> torch
 
 def split_mm(a: torch.Tensor, b: torch.Tensor, terms: int = 3, tile: Tile | None = None) -> torch.Tensor:
     """a [M, K] @ b [K, N] in fp32 by the method of this module (terms 3), or with TF32's bits (1), run at once."""
-    from passes.kernels import launch
+    from passes.kernels import tiling
 
     m, k, n = *a.shape, b.shape[1]
-    tile = tile or launch.choices(None).tile(launch.Product(m, n, k, terms=terms), a.device)[0]
+    tile = tile or tiling.choices(None).tile(tiling.Product(m, n, k, terms=terms), a.device)[0]
     if terms == 3:
         out = torch.ops.fxopt.split_gemm(*split(a), *split(b.mT.contiguous()), None, tile)
     else:

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from fxopt import rnn
-from passes.kernels import launch
-from passes.kernels.launch import Product, Tile
+from passes.kernels import tiling
+from passes.kernels.launch import Tile
+from passes.kernels.tiling import Product
 from passes.split_products import block_of, joined, split
 
 __all__ = ["STEPS", "product", "refusal", "rewrite", "split_lstm"]
@@ -166,7 +167,7 @@ def rewrite(node: fx.Node, folder: Path | None, constant: bool) -> fx.Node:
     """
     args = rnn.arguments(node)
     input, hx, weights, _, mode, has_biases, num_layers, _, batch_first = args
-    tile = launch.choices_in(folder).tile(product(args), rnn.value(input).device)[0]
+    tile = tiling.choices_in(folder).tile(product(args), rnn.value(input).device)[0]
     given = (input, hx, weights, has_biases, num_layers, batch_first, tile, constant)
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", split_lstm, given, name=mode)

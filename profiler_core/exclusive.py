@@ -36,24 +36,35 @@ def measuring(device: torch.device, patience: float = PATIENCE) -> Iterator[bool
     a turn up. May be nested. Nothing is held for a CPU, whose other load no lock keeps away. A lock ends with its
     process, however that ends.
     """
-    from filelock import FileLock, Timeout
-
     if device.type != "cuda":
         yield False
         return
+    try:
+        path = _path(device)
+    except OSError:
+        yield False
+        return
+    with turn(path, patience) as held:
+        yield held
+
+
+@contextlib.contextmanager
+def turn(path: Path, patience: float = PATIENCE) -> Iterator[bool]:
+    """Holds the lock file `path`, as `measuring` does that of a device."""
+    from filelock import FileLock, Timeout
+
     with contextlib.ExitStack() as stack:
         held = False
         began = time.monotonic()
         with contextlib.suppress(OSError, Timeout):
-            path = _path(device)
             lock = FileLock(path, is_singleton=True)
-            with contextlib.ExitStack() as turn:
+            with contextlib.ExitStack() as following:
                 if not lock.is_locked:
                     # A lock goes to whoever asks first after it is free, which is likely its last holder. Who is next
                     # asks while it holds the second lock, for which the others wait; but not for ever.
                     with contextlib.suppress(Timeout):
-                        following = FileLock(path.with_suffix(".next"))
-                        turn.enter_context(following.acquire(timeout=min(patience, _NEXT), poll_interval=0.01))
+                        second = FileLock(path.with_suffix(".next"))
+                        following.enter_context(second.acquire(timeout=min(patience, _NEXT), poll_interval=0.01))
                 left = max(0.0, patience - (time.monotonic() - began))
                 stack.enter_context(lock.acquire(timeout=left, poll_interval=0.01))
             held = True

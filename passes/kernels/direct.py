@@ -19,8 +19,8 @@ from typing import Any
 _TESTED = "3.6."
 _ALIGNED = 16  #: bytes; where an address is a multiple of them, Triton compiles other code than where it is not
 _MOST_MAPS, _MOST_KERNELS = 64, 4096
-#: what `remember` made of a key, None where a launch has to be an ordinary one each time
-_ready: dict[Hashable, Ready | None] = {}
+#: what `remember` made of a key
+_ready: dict[Hashable, Ready] = {}
 
 
 @functools.cache
@@ -125,17 +125,21 @@ def remember(
 
     key: all that decides which code is compiled and what its integers are: device, shapes, strides, types, constants.
     kernel: what the launch returned. parameters: what it was given, each of the kernel's parameters in order, constants
-    too. operands: the tensors whose addresses later launches will give, or None. A launch that used another tensor, as
-    a copy that lies densely, or two operands at one address, is never made this way. varying: which parameters are
-    integers that differ from launch to launch; the kernel must not be specialised on them.
+    too. operands: the tensors whose addresses later launches will give, or None. varying: which parameters are integers
+    that differ from launch to launch; the kernel must not be specialised on them.
+
+    None, and nothing is kept, where that cannot be: the launch used another tensor, as a copy that lies densely, two
+    operands are at one address, or one is where no later one may be.
     """
     if key in _ready:
         return _ready[key]
-    if any(tensor is not None and tensor.data_ptr() % _ALIGNED for tensor in operands):
-        return None  # other code than that of aligned operands
-    if len(_ready) >= _MOST_KERNELS:
-        _ready.clear()
-    _ready[key] = ready = _prepared(kernel, grid, parameters, operands, note, varying) if supported() else None
+    if not supported() or any(tensor is not None and tensor.data_ptr() % _ALIGNED for tensor in operands):
+        return None  # for operands that are not aligned it is other code
+    ready = _prepared(kernel, grid, parameters, operands, note, varying)
+    if ready is not None:
+        if len(_ready) >= _MOST_KERNELS:
+            _ready.clear()
+        _ready[key] = ready
     return ready
 
 

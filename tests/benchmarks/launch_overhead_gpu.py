@@ -28,7 +28,7 @@ ROUNDS, CALLS = 25, 40  # fewer calls than the driver queues before it makes the
 
 def operators() -> dict[str, Callable[[], Any]]:
     """GPT-2's product of 512 x 768 x 2304 with bias and its attention, batch 4; a 3x3 convolution of 64 channels."""
-    from passes.kernels import launch
+    from passes.kernels import launch, tiling
     from passes.split_products import split
 
     def random(*shape: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def operators() -> dict[str, Callable[[], Any]]:
     ops = torch.ops.fxopt
     a, b, bias = split(random(512, 768)), split(random(2304, 768)), random(2304)
     hopper = launch.has_hopper(torch.device("cuda", torch.cuda.current_device()))
-    tile = list(launch.HOPPER_TILES[0] if hopper else launch.TILES[0])
+    tile = list(tiling.HOPPER_TILES[0] if hopper else tiling.TILES[0])
     q, k, v = random(4, 128, 3, 12, 64).permute(2, 0, 3, 1, 4)
     x, w = split(random(16, 32, 32, 64)), split(random(64, 9 * 64))
     return {

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from passes.kernels import launch
-from passes.kernels.launch import Product
+from passes.kernels import launch, tiling
+from passes.kernels.tiling import Product
 from passes.split_products import rounded_once, split
 
 #: M, N, K
@@ -51,8 +51,8 @@ def measure(m: int, n: int, k: int) -> list[dict[str, Any]]:
         rate = 2 * m * n * k / took / 1e6
         return {"m": m, "n": n, "k": k, "kind": kind, "us": took, "fp32_tflops": rate, "error": error, **more}
 
-    found = [row("cublas fp32", launch._time(lambda i: torch.mm(a, copies[i % len(copies)].T)), torch.mm(a, b.T))]
-    found.append(row("library", launch.measure_library(Product(m, n, k), DEVICE)))
+    found = [row("cublas fp32", tiling._time(lambda i: torch.mm(a, copies[i % len(copies)].T)), torch.mm(a, b.T))]
+    found.append(row("library", tiling.measure_library(Product(m, n, k), DEVICE)))
     for terms in (3, 1):
         for block in (0, 128) if terms == 3 and k > 1024 else (0,):
             left = split(a, block) if terms == 3 else rounded_once(a)
@@ -60,17 +60,17 @@ def measure(m: int, n: int, k: int) -> list[dict[str, Any]]:
             operands = [(one[0], one[1], one[2]) if terms == 3 else (one[0], None, one[1]) for one in (left, right)]
             turns = [tuple(None if part is None else part.clone() for part in operands[1]) for _ in copies]
             product = Product(m, n, k, terms=terms, block=block)
-            for tile in launch.options(product, launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE)):
+            for tile in tiling.options(product, launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE)):
                 took = time(operands[0], turns, torch.empty(tile[3], m, n, device=DEVICE), tile)
                 if took is not None:
                     out = torch.empty(tile[3], m, n, device=DEVICE)
                     launch.gemm(operands[0], operands[1], None, out, tile)
                     found.append(row(f"{terms} terms", took, out.sum(0), tile=list(tile), block=block))
     raw = (operands_of_raw(a), operands_of_raw(b))
-    tile = launch.options(Product(m, n, k), launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE))[0]
+    tile = tiling.options(Product(m, n, k), launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE))[0]
     out = torch.empty(tile[3], m, n, device=DEVICE)
     if m * n * k < 2e10:
-        took = launch._time(lambda i: launch.gemm(*raw, None, out, tile), calls=2)
+        took = tiling._time(lambda i: launch.gemm(*raw, None, out, tile), calls=2)
         found.append(row("exact", took, out.sum(0), tile=list(tile)))
     return found
 
@@ -78,7 +78,7 @@ def measure(m: int, n: int, k: int) -> list[dict[str, Any]]:
 def time(left: Any, turns: list[Any], out: torch.Tensor, tile: launch.Tile) -> float | None:
     """Microseconds a call on the right operands in turn; None, and a line that says why, where it does not run."""
     try:
-        return launch._time(lambda i: launch.gemm(left, turns[i % len(turns)], None, out, tile))
+        return tiling._time(lambda i: launch.gemm(left, turns[i % len(turns)], None, out, tile))
     except Exception as error:
         print(f"  {tile}: {type(error).__name__}: {str(error)[:80]}")
         return None

@@ -99,7 +99,7 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 def measured(batch: int, steps: int, width: int, layers: int, tune: bool) -> list[dict[str, Any]]:
     from case_studies.runner import fp32_matmuls
-    from passes.kernels import launch
+    from passes.kernels import tiling
 
     torch.manual_seed(0)
     layer = nn.LSTM(width, width, layers, batch_first=True).cuda().eval()
@@ -108,8 +108,8 @@ def measured(batch: int, steps: int, width: int, layers: int, tune: bool) -> lis
     exact = nn.LSTM(width, width, layers, batch_first=True).cuda().double()
     exact.load_state_dict(layer.state_dict())
     right = exact(x.double())[0]
-    product = launch.Product(batch * steps, 4 * width, width, bias=True)
-    tile = launch.choices_in(None).tile(product, x.device)[0]
+    product = tiling.Product(batch * steps, 4 * width, width, bias=True)
+    tile = tiling.choices_in(None).tile(product, x.device)[0]
     ways: dict[str, Callable[[], torch.Tensor]] = {"cudnn fp32": lambda: layer(x)[0]}
     for config in configurations(batch, width)[: None if tune else 1]:
         ways[f"split {config}"] = split_way(layer, state, tile, config, x)

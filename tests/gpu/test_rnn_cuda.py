@@ -12,7 +12,7 @@ from torch import nn
 import fxopt
 from fxopt import registry, rnn
 from passes.cuda_graphs import GraphReplay
-from passes.kernels import launch
+from passes.kernels import tiling
 from passes.rnn_redispatch import RnnRedispatch
 from passes.split_rnn import split_lstm
 
@@ -134,8 +134,8 @@ def test_changed_weights_are_seen_in_a_captured_graph(x):
 
 def split_of(layer: nn.LSTM, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
     weights = [w.detach() for w in layer._flat_weights]
-    product = launch.Product(x.size(0) * x.size(1), 4 * layer.hidden_size, x.size(2), bias=layer.bias)
-    tile = launch.choices_in(None).tile(product, x.device)[0]
+    product = tiling.Product(x.size(0) * x.size(1), 4 * layer.hidden_size, x.size(2), bias=layer.bias)
+    tile = tiling.choices_in(None).tile(product, x.device)[0]
     return split_lstm(x, state, weights, layer.bias, layer.num_layers, layer.batch_first, tile, constant=True)
 
 

@@ -18,7 +18,7 @@ from fxopt.manager import SlotPass
 from fxopt.precision import FP32_FLOOR
 from fxopt.registry import Stage
 from fxopt.torch_api import inductor
-from passes.kernels import launch
+from passes.kernels import launch, tiling
 from passes.split_precision_gemm import METHODS, SplitPrecisionGemm
 from passes.split_products import rounded_once, split, split_mm, split_parts
 
@@ -45,14 +45,14 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def tiles(terms: int) -> list[launch.Tile]:
     """Every tile that this device can run, in one share and in two, and in even parts where it can be."""
-    known = launch.TILES if terms == 3 else launch.SINGLE_TILES
+    known = tiling.TILES if terms == 3 else tiling.SINGLE_TILES
     if launch.has_hopper(DEVICE):
-        known = (*known, *(launch.HOPPER_TILES if terms == 3 else launch.HOPPER_SINGLE_TILES))
+        known = (*known, *(tiling.HOPPER_TILES if terms == 3 else tiling.HOPPER_SINGLE_TILES))
     even = [(*tile[:3], 0, *tile[4:]) for tile in known if terms == 3 and tile[4] == launch.HOPPER]
     return [(*tile[:3], shares, *tile[4:]) for tile in known for shares in (1, 2)] + even
 
 
-def product(a, b, bias=None, tile=launch.TILES[-1], block=0, terms=3) -> torch.Tensor:
+def product(a, b, bias=None, tile=tiling.TILES[-1], block=0, terms=3) -> torch.Tensor:
     """a [.., M, K] and b [.., N, K]."""
     if terms == 3:
         out = torch.ops.fxopt.split_gemm(*split(a, block), *split(b), bias, tile)
@@ -184,7 +184,7 @@ def test_a_row_that_is_not_held_changes_no_other_tile():
     a, b = values(300, 256), values(300, 256, seed=1)
     whole = product(a, b)
     a[5, 5] = math.inf
-    bm = launch.TILES[-1][0]
+    bm = tiling.TILES[-1][0]
     assert torch.equal(product(a, b)[bm:], whole[bm:])
 
 
@@ -281,7 +281,7 @@ def test_a_graph_of_it_replays_with_other_rows_held():
 def test_planes_of_other_layouts_are_read_by_their_strides():
     a, b = values(200, 256), values(100, 256, seed=1)
     (hi, lo, scale), right = split(a), split(b)
-    expected = torch.ops.fxopt.split_gemm(hi, lo, scale, *right, None, launch.TILES[-1])
+    expected = torch.ops.fxopt.split_gemm(hi, lo, scale, *right, None, tiling.TILES[-1])
     turned = tuple(t.T.contiguous().T for t in (hi, lo))
     shifted = tuple(F.pad(t, (1, 0))[:, 1:] for t in (hi, lo))  # neither aligned nor in whole 16-byte steps
     for tile in tiles(3):
@@ -294,29 +294,29 @@ def test_planes_of_other_layouts_are_read_by_their_strides():
 @pytest.mark.parametrize(
     "wanted",
     [
-        launch.Product(256, 320, 512),
-        launch.Product(256, 320, 512, terms=1),
-        launch.Product(64, 96, 2048, block=128, bias=True),
-        launch.Product(64, 96, 128, batch=6),
+        tiling.Product(256, 320, 512),
+        tiling.Product(256, 320, 512, terms=1),
+        tiling.Product(64, 96, 2048, block=128, bias=True),
+        tiling.Product(64, 96, 128, batch=6),
     ],
     ids=str,
 )
 def test_the_fastest_tile_is_measured_kept_and_right(wanted, tmp_path, monkeypatch):
     keep = tmp_path / "tiles.json"
-    tile, took = launch.Choices(keep).tile(wanted, DEVICE)
+    tile, took = tiling.Choices(keep).tile(wanted, DEVICE)
     assert 0 < took < 1e4
-    assert tile in launch.options(wanted, launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE))
+    assert tile in tiling.options(wanted, launch.multiprocessors(DEVICE), launch.has_hopper(DEVICE))
     assert list(json.loads(keep.read_text()).values()) == [[*tile, took]]
     a, b = values(wanted.m, wanted.k), values(wanted.k, wanted.n, seed=1)
     limit = 1e-6 if wanted.terms == 3 else 1e-3
     assert rel(split_mm(a, b, wanted.terms, tile), a.double() @ b.double()) < limit
-    monkeypatch.setattr(launch, "measure_tiles", None)  # not called
-    assert launch.Choices(keep).tile(wanted, DEVICE) == (tile, took)
+    monkeypatch.setattr(tiling, "measure_tiles", None)  # not called
+    assert tiling.Choices(keep).tile(wanted, DEVICE) == (tile, took)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_librarys_product_is_measured_beside_it(batch, tmp_path):
-    assert 0 < launch.Choices(tmp_path / "tiles.json").library(launch.Product(256, 320, 512, batch=batch), DEVICE) < 1e4
+    assert 0 < tiling.Choices(tmp_path / "tiles.json").library(tiling.Product(256, 320, 512, batch=batch), DEVICE) < 1e4
 
 
 # ---------------------------------------------------------------- the pass

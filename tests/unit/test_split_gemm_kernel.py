@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from triton_checks import agrees, compiled_for_h200
 
-from passes.kernels import launch
+from passes.kernels import tiling
 
 pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the kernel on the CPU")
 
 COMMON = """
 import contextlib, math, torch
-from passes.kernels import launch
+from passes.kernels import tiling
 from passes.split_products import joined, rounded_once, split
 
 torch.cuda.device = lambda device: contextlib.nullcontext()  # nothing of it is needed by the interpreter
@@ -162,7 +162,7 @@ def test_the_kernels_for_hopper_compile(terms, tile, even):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    known = [(*size[:2], size[5]) for size in (launch.HOPPER_TILES if terms == 3 else launch.HOPPER_SINGLE_TILES)]
+    known = [(*size[:2], size[5]) for size in (tiling.HOPPER_TILES if terms == 3 else tiling.HOPPER_SINGLE_TILES)]
     found = [stages for *size, stages in known if tuple(size) == tile]
     if not found or (even and terms == 1):
         pytest.skip("no such tile is tried")

@@ -21,7 +21,7 @@ from fxopt.registry import Stage
 from fxopt.torch_api import inductor
 from fxopt.torch_api.inductor import lowers
 from passes import split_precision_conv
-from passes.kernels import launch
+from passes.kernels import tiling
 from passes.split_precision_conv import SplitPrecisionConv, split_rows
 
 SPLIT: Any = torch.ops.fxopt.split_conv.default
@@ -313,7 +313,7 @@ def test_a_convolution_that_cudnn_computes_faster_in_tf32_is_left_to_it(monkeypa
         asked.append(of)
         return (20.0, 10.0) if of.w[0] == 8 else (5.0, 10.0)
 
-    monkeypatch.setattr(launch.Choices, "convolution", convolution)
+    monkeypatch.setattr(tiling.Choices, "convolution", convolution)
 
     def both(x, w, v):
         return F.conv2d(x, w, padding=1), F.conv2d(x, v, stride=2)
@@ -324,8 +324,8 @@ def test_a_convolution_that_cudnn_computes_faster_in_tf32_is_left_to_it(monkeypa
     found = [candidate.refused for candidate in OnCpu(1).candidates(graph.graph, context)]
     assert found == ["cuDNN takes 10.0 us in TF32, this kernel 20.0 us", ""]
     assert asked == [
-        launch.Convolution((2, 16, 6, 6), (8, 16, 3, 3), (1, 1), (1, 1), (1, 1)),
-        launch.Convolution((2, 16, 6, 6), (32, 16, 1, 1), (2, 2), (0, 0), (1, 1)),
+        tiling.Convolution((2, 16, 6, 6), (8, 16, 3, 3), (1, 1), (1, 1), (1, 1)),
+        tiling.Convolution((2, 16, 6, 6), (32, 16, 1, 1), (2, 2), (0, 0), (1, 1)),
     ]
     assert [candidate.refused for candidate in OnCpu(3).candidates(graph.graph, context)] == ["", ""]
 

@@ -22,7 +22,7 @@ from fxopt.registry import Stage, discover
 from fxopt.torch_api import inductor
 from fxopt.torch_api.inductor import lowers
 from passes import split_products
-from passes.kernels import launch
+from passes.kernels import launch, tiling
 from passes.split_precision_gemm import SplitPrecisionGemm
 
 aten: Any = torch.ops.aten
@@ -39,7 +39,7 @@ class OnCpu(SplitPrecisionGemm):
 @pytest.fixture(autouse=True)
 def the_library_is_faster(monkeypatch):
     """What bf16x3 measures on a card."""
-    monkeypatch.setattr(launch.Choices, "library", lambda *given: -1.0)
+    monkeypatch.setattr(tiling.Choices, "library", lambda *given: -1.0)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_only_what_the_kernel_can_read_is_added_by_it(bias, in_kernel):
 
 
 def test_shares_along_k_are_summed_in_the_graph_and_the_bias_after_them(monkeypatch):
-    monkeypatch.setattr(launch.Choices, "tile", lambda *given: ((64, 64, 64, 4, 4, 3), 0.0))
+    monkeypatch.setattr(tiling.Choices, "tile", lambda *given: ((64, 64, 64, 4, 4, 3), 0.0))
     inputs = values(32, seed=3), values(32, 1024), values(1024, 32, seed=1)
     result = run(torch.addmm, *inputs)
     (product,) = calls(result.module, SPLIT)
@@ -263,7 +263,7 @@ def test_the_tile_is_chosen_for_the_product_and_kept_in_the_folder_for_measureme
         asked.append((self.path, product, device))
         return (64, 64, 64, 1, 4, 3), 1.0
 
-    monkeypatch.setattr(launch.Choices, "tile", tile)
+    monkeypatch.setattr(tiling.Choices, "tile", tile)
     cpu, kept = torch.device("cpu"), tmp_path / "tiles.json"
     batches = testing.capture(torch.bmm, values(3, 32, 64), values(3, 64, 48))
     biased = testing.capture(torch.addmm, values(48), values(32, 2048), values(2048, 48))
@@ -273,17 +273,17 @@ def test_the_tile_is_chosen_for_the_product_and_kept_in_the_folder_for_measureme
             context = testing.context(OnCpu, labels=labels, precision="tf32", cache=tmp_path)
             assert testing.run(OnCpu(method), graph, context=context).changed
         assert list(dict.fromkeys(asked)) == [
-            (kept, launch.Product(32, 48, 64, batch=3, terms=terms), cpu),
-            (kept, launch.Product(32, 48, 2048, terms=terms, block=block, bias=True), cpu),
+            (kept, tiling.Product(32, 48, 64, batch=3, terms=terms), cpu),
+            (kept, tiling.Product(32, 48, 2048, terms=terms, block=block, bias=True), cpu),
         ]
         asked.clear()
 
 
 def test_bf16_parts_are_for_products_for_which_they_measure_faster(monkeypatch):
-    monkeypatch.setattr(launch.Choices, "tile", lambda *given: ((64, 64, 64, 1, 4, 3), 10.0))
+    monkeypatch.setattr(tiling.Choices, "tile", lambda *given: ((64, 64, 64, 1, 4, 3), 10.0))
     inputs = values(32, 64), values(64, 48)
     for took, operator in ((9.0, aten.mm.dtype), (11.0, SPLIT)):
-        monkeypatch.setattr(launch.Choices, "library", lambda *given, took=took: took)
+        monkeypatch.setattr(tiling.Choices, "library", lambda *given, took=took: took)
         result = run(torch.mm, *inputs, method="bf16x3")
         assert len(calls(result.module, operator)) == len(calls(result.module, aten.mm.dtype, SPLIT)) == 1
 
@@ -360,7 +360,7 @@ def test_products_in_even_parts_count_in_zeros_that_one_operator_makes_anew_in_e
 ) -> None:
     """Folded into the code they would be there once for all calls, those at the same time on other streams included."""
     even: launch.Tile = (128, 64, 64, 0, launch.HOPPER, 4)
-    monkeypatch.setattr(launch.Choices, "tile", lambda *given: (even, 1.0))
+    monkeypatch.setattr(tiling.Choices, "tile", lambda *given: (even, 1.0))
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 200), nn.ReLU(), nn.Linear(200, 32)).eval()
     x = values(160, 256)
     made, _, inputs, _ = compiled(OnCpu(), model, x, freeze=freeze)
@@ -379,7 +379,7 @@ def test_products_in_even_parts_count_in_zeros_that_one_operator_makes_anew_in_e
 
 
 def test_a_product_of_constants_in_even_parts_counts_in_zeros_of_its_own(monkeypatch) -> None:
-    monkeypatch.setattr(launch.Choices, "tile", lambda *given: ((128, 64, 64, 0, launch.HOPPER, 4), 1.0))
+    monkeypatch.setattr(tiling.Choices, "tile", lambda *given: ((128, 64, 64, 0, launch.HOPPER, 4), 1.0))
 
     class Constants(nn.Module):
         def __init__(self) -> None:
@@ -553,8 +553,8 @@ def test_without_triton_there_is_no_kernel(monkeypatch):
 def test_a_product_that_cublas_computes_faster_in_tf32_is_left_to_it(monkeypatch):
     """By `fp16`, which has TF32's accuracy; times as a GPU would give them."""
     own = {320: 20.0, 96: 5.0}
-    monkeypatch.setattr(launch.Choices, "tile", lambda self, p, device: (launch.SINGLE_TILES[1], own[p.n]))
-    monkeypatch.setattr(launch.Choices, "tf32", lambda self, p, device: 10.0)
+    monkeypatch.setattr(tiling.Choices, "tile", lambda self, p, device: (tiling.SINGLE_TILES[1], own[p.n]))
+    monkeypatch.setattr(tiling.Choices, "tf32", lambda self, p, device: 10.0)
 
     def both(a, b, c):
         return a @ b, a @ c

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,9 +16,10 @@ import pytest
 import torch
 
 from fxopt import fingerprints
-from passes.kernels import launch
-from passes.kernels.launch import Choices, Product
+from passes.kernels import launch, tiling
+from passes.kernels.tiling import Choices, Product
 from passes.split_products import block_of
+from profiler_core import exclusive
 
 CUDA = torch.device("cuda", 0)
 H200 = 132
@@ -37,8 +40,9 @@ def measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="1.2.3"))
-    monkeypatch.setattr(launch, "measure_tiles", lambda product, device: seen.append(product) or [*TILE, TOOK])
-    monkeypatch.setattr(launch, "measure_library", lambda product, device: seen.append(product) or 7.5)
+    monkeypatch.setattr(tiling, "compile_tiles", lambda product, device: None)
+    monkeypatch.setattr(tiling, "measure_tiles", lambda product, device: seen.append(product) or [*TILE, TOOK])
+    monkeypatch.setattr(tiling, "measure_library", lambda product, device: seen.append(product) or 7.5)
     return seen
 
 
@@ -50,7 +54,7 @@ def measured(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_option_is_a_tile_that_the_kernel_takes(shape, terms, hopper):
     product = Product(shape.m, shape.n, shape.k, batch=shape.batch, terms=terms)
-    found = launch.options(product, H200, hopper)
+    found = tiling.options(product, H200, hopper)
     assert found and len(set(found)) == len(found)
     for bm, bn, bk, shares, warps, stages in found:
         assert all(size >= 16 and size & (size - 1) == 0 for size in (bm, bn, bk))
@@ -67,18 +71,18 @@ def test_a_block_of_scales_is_whole_steps_of_every_tile():
     blocks = {block_of(k) for k in range(1, 8193)} - {0}
 
     assert blocks
-    assert all(block % tile[2] == 0 for block in blocks for tile in (*launch.TILES, *launch.HOPPER_TILES))
+    assert all(block % tile[2] == 0 for block in blocks for tile in (*tiling.TILES, *tiling.HOPPER_TILES))
 
 
 @pytest.mark.parametrize(("m", "n"), [(16, 4096), (4096, 48)])
 def test_no_tile_is_mostly_padding(m, n):
-    for bm, bn, *_ in launch.options(Product(m, n, 768), H200):
+    for bm, bn, *_ in tiling.options(Product(m, n, 768), H200):
         assert bm <= max(64, 2 * m) and bn <= max(64, 2 * n)
 
 
 def test_steps_are_dealt_out_evenly_on_hopper_where_whole_tiles_would_leave_many_multiprocessors_without_work():
     def even(product, hopper=True):
-        return [tile for tile in launch.options(product, H200, hopper) if tile[3] == 0]
+        return [tile for tile in tiling.options(product, H200, hopper) if tile[3] == 0]
 
     assert even(Product(512, 2304, 768)), "72 tiles"
     assert all(tile[4] == launch.HOPPER for tile in even(Product(512, 2304, 768)))
@@ -88,22 +92,22 @@ def test_steps_are_dealt_out_evenly_on_hopper_where_whole_tiles_would_leave_many
 
 
 def test_k_is_shared_out_only_where_the_tiles_do_not_fill_the_device():
-    few = launch.options(Product(64, 64, 4096), H200)
+    few = tiling.options(Product(64, 64, 4096), H200)
     assert few[0][3] > 1
     for many in (Product(8192, 8192, 4096), Product(64, 64, 4096, batch=400)):
-        assert {tile[3] for tile in launch.options(many, H200)} == {1}
+        assert {tile[3] for tile in tiling.options(many, H200)} == {1}
 
 
 @pytest.mark.parametrize("product", [Product(512, 768, 768), Product(512, 3072, 768), Product(64, 64, 4096)], ids=str)
 def test_the_likely_best_keeps_most_multiprocessors_at_work_or_cannot(product):
-    bm, bn, _, shares, *_ = launch.options(product, H200)[0]
+    bm, bn, _, shares, *_ = tiling.options(product, H200)[0]
     tiles = math.ceil(product.m / bm) * math.ceil(product.n / bn)
     assert tiles * shares >= H200 // 2 or product.k / shares <= 1024
 
 
 def test_hoppers_own_tiles_are_for_hopper_and_what_it_can_fetch():
     def of_hopper(product, hopper=True):
-        return [tile for tile in launch.options(product, H200, hopper) if tile[4] == launch.HOPPER]
+        return [tile for tile in tiling.options(product, H200, hopper) if tile[4] == launch.HOPPER]
 
     assert of_hopper(Product(512, 768, 768))
     assert not of_hopper(Product(512, 768, 768), hopper=False)
@@ -118,7 +122,7 @@ def test_without_a_card_the_likely_best_is_taken_and_nothing_is_kept(tmp_path):
     for device in (torch.device("cpu"), *([] if torch.cuda.is_available() else [CUDA])):
         for terms in (3, 1):
             product = Product(512, 768, 768, terms=terms)
-            assert choices.tile(product, device) == (launch.options(product, H200)[0], 0.0)
+            assert choices.tile(product, device) == (tiling.options(product, H200)[0], 0.0)
         assert choices.library(product, device) == 0.0
     assert not os.listdir(tmp_path)
 
@@ -152,8 +156,8 @@ def test_a_later_process_finds_it_in_the_file(measured, tmp_path):
 
 
 def test_a_process_reads_a_file_once(tmp_path):
-    assert launch.choices(tmp_path / "tiles.json") is launch.choices(tmp_path / "tiles.json")
-    assert launch.choices(tmp_path / "other.json") is not launch.choices(tmp_path / "tiles.json")
+    assert tiling.choices(tmp_path / "tiles.json") is tiling.choices(tmp_path / "tiles.json")
+    assert tiling.choices(tmp_path / "other.json") is not tiling.choices(tmp_path / "tiles.json")
 
 
 def test_without_a_file_it_is_remembered_in_the_process(measured):
@@ -177,17 +181,17 @@ def test_other_tiles_or_another_kernel_measure_anew(measured, tmp_path, monkeypa
     single = replace(ONE, terms=1)
 
     def again():
-        launch._code_of.cache_clear()
+        tiling._code_of.cache_clear()
         Choices(keep).tile(ONE, CUDA), Choices(keep).tile(single, CUDA), Choices(keep).library(ONE, CUDA)
 
     again()
-    monkeypatch.setattr(launch, "HOPPER_SINGLE_TILES", launch.HOPPER_SINGLE_TILES[:1])
+    monkeypatch.setattr(tiling, "HOPPER_SINGLE_TILES", tiling.HOPPER_SINGLE_TILES[:1])
     again()
     assert measured[3:] == [single], "the tiles of three products are the same"
     monkeypatch.setattr(fingerprints, "module_digest", lambda name: name)
     again()
     assert measured[4:] == [ONE, single], "the library's product has no code here"
-    launch._code_of.cache_clear()
+    tiling._code_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -202,6 +206,11 @@ def test_a_file_that_cannot_be_read_is_measured_and_written_anew(text, measured,
     assert list(json.loads(keep.read_text()).values()) == [[*TILE, TOOK]]
 
 
+def kept_in(folder):
+    """Its files but for locks."""
+    return sorted(name for name in os.listdir(folder) if not name.endswith((".lock", ".next")))
+
+
 def test_a_file_that_cannot_be_written_only_costs_the_memory_of_it(measured, tmp_path):
     folder, below = tmp_path / "tiles.json", tmp_path / "file"
     folder.mkdir()
@@ -209,7 +218,7 @@ def test_a_file_that_cannot_be_written_only_costs_the_memory_of_it(measured, tmp
     below.touch()
     for keep in (folder, below / "tiles.json"):
         assert Choices(keep).tile(ONE, CUDA) == (TILE, TOOK)
-    assert sorted(os.listdir(tmp_path)) == ["file", "tiles.json"] and os.listdir(folder) == ["other"]
+    assert kept_in(tmp_path) == ["file", "tiles.json"] and kept_in(folder) == ["other"]
 
 
 def test_what_another_process_wrote_meanwhile_is_kept_and_known(measured, tmp_path):
@@ -241,4 +250,29 @@ def test_a_reader_finds_a_whole_file_at_any_time(measured, tmp_path):
         choices.tile(Product(512, n, 640), CUDA)
     stop.set()
     reader.join()
-    assert not broken and os.listdir(tmp_path) == ["tiles.json"]
+    assert not broken and kept_in(tmp_path) == ["tiles.json"]
+
+
+def test_kernels_are_compiled_while_others_measure_and_by_one_process_alone(measured, tmp_path, monkeypatch):
+    events, keep = [], tmp_path / "tiles.json"
+
+    @contextlib.contextmanager
+    def held(*given):
+        events.append("begin")
+        yield True
+        events.append("end")
+
+    def compile_slowly(product, device):
+        events.append("compile")
+        time.sleep(0.3)
+
+    monkeypatch.setattr(exclusive, "measuring", held)
+    monkeypatch.setattr(tiling, "compile_tiles", compile_slowly)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(Choices(keep).tile(ONE, CUDA))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [(TILE, TOOK)] * 3 and measured == [ONE]
+    assert events == ["compile", "begin", "end"]
