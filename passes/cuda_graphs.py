@@ -85,6 +85,12 @@ class MovedMetadata(RuntimeError):
     """The code gives an input another shape or another storage, which no replay does."""
 
 
+def _seen_in(value: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether `out`, which lies in the memory of `value`, is a strided view of it, or of it as another type."""
+    same_bits = value.is_conj() == out.is_conj() and value.is_neg() == out.is_neg()
+    return same_bits and value.dtype.itemsize == out.dtype.itemsize and value.is_complex() == out.is_complex()
+
+
 def _place(value: torch.Tensor) -> int:
     """Address of the memory that a tensor is part of; 0 where it has none of its own."""
     return value.untyped_storage().data_ptr() if value.layout is torch.strided else 0
@@ -190,9 +196,9 @@ class _Captured:
                 continue
             home = homes.get(out.untyped_storage().data_ptr()) if out.untyped_storage().nbytes() else None
             home = next((i for i in tensors if self.args[i] is out), home)
-            if home is not None and self.args[home].dtype == out.dtype:
+            if home is not None and _seen_in(self.args[home], out):
                 offset = out.storage_offset() - self.args[home].storage_offset()
-                view = None if self.args[home] is out else (out.size(), out.stride(), offset)
+                view = None if self.args[home] is out else (out.dtype, out.size(), out.stride(), offset)
                 self.inside[k] = (home, view)
         tensors_out = [k for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
         # What lies where it lay in a call before is not the graph's own: a constant of the code, or memory that it uses
@@ -226,6 +232,8 @@ class _Captured:
         # The caller's memory is the caller's to free: a replay is only ever made where it lies as it did.
         for i in self.fixed:
             self.args[i] = None
+        for k in self.inside:
+            self.outputs[k] = None
 
     def _own(self, k: int, others: set[int]) -> bool:
         """Whether output k can be handed out where it lies: a plain tensor in memory that the capture allocated."""
@@ -294,8 +302,9 @@ class _Captured:
             if view is None:
                 results[k] = args[i]
             else:
-                size, stride, offset = view
-                results[k] = args[i].as_strided(size, stride, args[i].storage_offset() + offset)
+                dtype, size, stride, offset = view
+                seen = args[i] if args[i].dtype == dtype else args[i].view(dtype)
+                results[k] = seen.as_strided(size, stride, seen.storage_offset() + offset)
         return results[0] if self.single else results
 
 
@@ -424,9 +433,7 @@ class GraphReplay:
         if self._twin is None and not self._no_room:
             try:
                 self._twin = self._capture(args, lender, twin=True)
-            except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
-                    raise
+            except RuntimeError:  # out of memory, which the end of a capture puts in other words, or MovedMetadata
                 self._no_room = True
         return self._twin
 

@@ -131,8 +131,9 @@ def remember(
     None, and nothing is kept, where that cannot be: the launch used another tensor, as a copy that lies densely, two
     operands are at one address, or one is where no later one may be.
     """
-    if key in _ready:
-        return _ready[key]
+    ready = _ready.get(key)
+    if ready is not None:
+        return ready
     if not supported() or any(tensor is not None and tensor.data_ptr() % _ALIGNED for tensor in operands):
         return None  # for operands that are not aligned it is other code
     ready = _prepared(kernel, grid, parameters, operands, note, varying)

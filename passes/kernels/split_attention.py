@@ -189,7 +189,7 @@ def _blocks(
         factor = q_factor * tl.load(k_inverse + block)
         if HAS_BIAS:
             there = (rows < q_len)[:, None] & (keys < kv_len)[None, :]
-            added = tl.load(bias + keys[None, :] * stride_bias_n, mask=there, other=0.0)
+            added = tl.load(bias + keys[None, :].to(tl.int64) * stride_bias_n, mask=there, other=0.0)
             s = (s * factor + added) * LOG2E
             factor = 1.0
         else:
@@ -220,7 +220,7 @@ def _exact(
     """Keys [0, last) in IEEE fp32, 16 at a time: the operands of fp32 instructions come from registers."""
     cols = tl.arange(0, D)
     for start in range(0, last, 16):
-        keys = start + tl.arange(0, 16)
+        keys = start + tl.arange(0, 16).to(tl.int64)  # rows may lie 2^31 elements apart and more
         s = tl.zeros((M, 16), dtype=tl.float32)
         for d in range(0, head_dim, 16):
             part = d + tl.arange(0, 16)
@@ -379,7 +379,8 @@ def _launch(
     ready = direct.known(key)
     if ready is not None:
         first, size, places = ready.note
-        start = q.new_empty(size, dtype=torch.uint8).data_ptr()
+        memory = q.new_empty(size, dtype=torch.uint8)  # kept until both are launched
+        start = memory.data_ptr()
         written = (out.data_ptr(), out_lo.data_ptr(), out_scale.data_ptr()) if out_lo is not out else (out.data_ptr(),)
         at = [k.data_ptr(), v.data_ptr(), *(start + place for place in places)]
         if first(at) and ready([q.data_ptr(), *at, 0 if bias is None else bias.data_ptr(), *written]):

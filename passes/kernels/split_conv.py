@@ -156,7 +156,7 @@ def launch(
         return None
     # Whoever calls the operator: the kernel reads all of them densely.
     x_high, x_scale, w_high, w_scale = (part.contiguous() for part in (x[0], x[2], w[0], w[2]))
-    x_low, w_low = (None if part is None else part.contiguous() for part in (x[1], w[1]))
+    x_low, w_low, added = (None if part is None else part.contiguous() for part in (x[1], w[1], bias))
     _, height, width, channels = x_high.shape
     batch, out_height, out_width, outputs = out.shape
     pixels = batch * out_height * out_width
@@ -170,7 +170,7 @@ def launch(
         w_high.view(torch.float16),
         (w_high if w_low is None else w_low).view(torch.float16),
         w_scale,
-        w_scale if bias is None else bias,
+        w_scale if added is None else added,
         out,
         *(pixels, height, width, out_height, out_width, outputs),
         *(*stride, *padding, *dilation),

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -261,6 +262,36 @@ def hooked() -> None:
     assert heard == ["split_gemm"], heard
 
 
+def memory_lives_until_the_launch() -> None:
+    """Whatever a call allocates is somebody's until its last kernel is launched."""
+    made: list[tuple[int, int, Any]] = []
+    new_empty, again = torch.Tensor.new_empty, direct.Ready.__call__
+
+    def recorded(*given: Any, **named: Any) -> torch.Tensor:
+        tensor = new_empty(*given, **named)
+        made.append((tensor.data_ptr(), tensor.numel() * tensor.element_size(), weakref.ref(tensor)))
+        return tensor
+
+    def checked(self: Any, operands: Any, *varying: int) -> bool:
+        for start, size, tensor in made:
+            assert tensor() is not None or not any(start <= at < start + size for at in operands), "it was let go of"
+        seen.append(len(operands))
+        return again(self, operands, *varying)
+
+    for cases in (products, attentions, convolutions, recurrences):
+        for name, make, expected in cases():
+            direct._ready.clear()
+            make()[0]()
+            call, _ = make()
+            seen: list[int] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "new_empty", recorded)
+                patch.setattr(direct.Ready, "__call__", checked)
+                call()
+            assert len(seen) >= expected, name
+            made.clear()
+
+
 def compiled_ahead() -> None:
     """What was compiled before tiles are timed need not be compiled then."""
     from triton import knobs
@@ -287,6 +318,7 @@ compiled_ahead()
 for cases in (products, attentions, convolutions, recurrences):
     for name, make, expected in cases():
         check(name, make, expected)
+memory_lives_until_the_launch()
 misaligned()
 hooked()
 print("agrees")

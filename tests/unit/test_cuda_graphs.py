@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_random_graphs import GraphsOnCpu, stand_in_for_cuda
@@ -66,6 +67,10 @@ def decode(cache: torch.Tensor, position: torch.Tensor, x: torch.Tensor) -> list
 def replay_of(fn: Callable[..., Any], written: set[int], static: set[int] = frozenset(), **options: Any) -> GraphReplay:
     options = {"warmup": 2, **options}
     return GraphReplay(fn, static=frozenset(static), written=frozenset(written), device=CPU, **options)
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def state(length: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,17 +143,45 @@ def test_a_parameter_whose_storage_is_swapped_is_read_where_it_is_now():
     assert scaled.captures == 2
 
 
-def test_a_capture_does_not_keep_the_callers_memory():
-    cache = torch.zeros(4, 3)
-    step = replay_of(lambda cache, x: [cache.add_(x).sum()], {0})
-    step(cache, torch.ones(3))
-    (captured,) = step._captured
-    graph: Any = captured.graph
-    graph.calls.clear()  # the stand-in's record of tensors, where a CUDA graph has addresses
-    held = weakref.ref(cache)
-    del cache
+@pytest.mark.parametrize(
+    ("fn", "written"),
+    [
+        (lambda cache, x: [cache.add_(x).sum()], True),
+        (lambda cache, x: [cache.add_(x)], True),
+        (lambda cache, x: [cache.add_(x), cache[1:], x * 2], True),
+        (lambda cache, x: [cache.add_(x).view(torch.int32)[:, 1]], True),
+        (lambda cache, x: [cache, cache[1:], x + 1], False),
+    ],
+    ids=["a sum", "itself", "views", "another type", "only read"],
+)
+def test_a_capture_does_not_keep_the_callers_memory(fn, written):
+    memory = np.zeros((4, 3), dtype=np.float32)  # whose end tells that of the tensor's memory, not of the tensor alone
+    held, cache = weakref.ref(memory), torch.from_numpy(memory)
+    del memory
+    step = replay_of(fn, {0} if written else set(), set() if written else {0})
+    for n in range(3):
+        out = step(cache, torch.ones(3))
+        copy = torch.full((4, 3), float(n if written else 0))
+        expected = fn(copy, torch.ones(3))
+        assert all(map(torch.equal, out, expected))
+        inside = [k for k, value in enumerate(expected) if same_memory(value, copy)]
+        assert [k for k, value in enumerate(out) if same_memory(value, cache)] == inside
+    for captured in (*step._captured, step._twin):
+        if captured is not None:
+            captured.graph.calls.clear()  # the stand-in's record of tensors, where a CUDA graph has addresses
+    del cache, out
     gc.collect()
     assert held() is None
+
+
+def test_a_conjugate_of_a_written_input_stays_one():
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.mul_(2).conj()]
+
+    x, y = (torch.tensor([1 + 2j, 3 - 1j]) for _ in range(2))
+    replay = replay_of(fn, {0})
+    for _ in range(3):
+        assert torch.equal(replay(x)[0].resolve_conj(), fn(y)[0].resolve_conj())
 
 
 def test_several_inputs_and_outputs_of_mixed_types_are_copied():
@@ -288,7 +321,7 @@ def test_an_output_that_is_there_twice_is_one_tensor():
 def test_a_written_input_seen_as_another_type_is_not_handed_out():
     replay = replay_of(lambda x: [x.add_(1).view(torch.int32)], {0})
     x = torch.zeros(3)
-    replay(x)
+    assert same_memory(replay(x)[0], x)
     assert replay._captured[0].lent == []
     held = weakref.ref(x)
     replay._captured[0].graph.calls.clear()  # the stand-in's record of tensors

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton_checks import agrees
 
 import passes.split_precision_attention  # noqa: F401 (registers the operator)
 from passes.split_products import joined, split
@@ -280,3 +281,24 @@ def test_zeros_and_denormals(kernel):
     assert (kernel(q, k, tiny).double() - exact).abs().max() <= 2 * (
         plain(q, k, tiny, dtype=torch.float32).double() - exact
     ).abs().max() + 2.0**-148
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["planes", "in fp32"])
+def test_rows_may_lie_further_apart_than_32_bits_count(exact):
+    """Memory that nobody touches takes no room."""
+    agrees(f"""
+import torch
+from passes.kernels.split_attention import attend
+torch.manual_seed(0)
+q, given, bias = torch.randn(1, 1, 16, 16), [torch.randn(1, 1, 20, 16) for _ in range(2)], torch.randn(1, 1, 16, 20)
+if {exact}:
+    q[0, 0, 3, 3] = 2.0**60
+step = 2**31 // 18
+k, v = (torch.empty(20 * step).as_strided(x.shape, (0, 0, step, 1)).copy_(x) for x in given)
+apart = torch.empty(20 * step).as_strided(bias.shape, (0, 0, 1, step)).copy_(bias)
+wide = [x.double() for x in (q, *given, bias)]
+own = torch.nn.functional.scaled_dot_product_attention(*wide, scale=0.25)
+found = attend(q, k, v, apart, 0.25, False)
+assert (found - own).abs().max() <= 1e-6 * own.abs().max(), (found - own).abs().max()
+print("agrees")
+""")

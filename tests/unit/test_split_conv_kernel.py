@@ -40,6 +40,12 @@ for (x, w, stride, padding, dilation, biased), terms, bad in itertools.product(W
     scale = expected[finite].abs().max()
     assert (out - expected)[finite].abs().max() <= 2e-6 * scale, case
     assert (out - own)[finite].abs().max() <= (4e-6 if terms == 3 else 2e-3) * scale, case
+    for wide in (torch.randn(2 * len(w))[::2], torch.randn(1).expand(len(w))):  # a bias with gaps, one that repeats
+        again = []
+        for one in (wide, wide.clone()):
+            again.append(torch.full_like(expected, 7.0))
+            launch(xs, ws, one, again[-1], window, stride, padding, dilation, Config(32, 32, 16, 4, 1))
+        assert torch.equal(again[0].nan_to_num(), again[1].nan_to_num()), case
 print("agrees")
 """
 
