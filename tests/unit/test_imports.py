@@ -1,91 +1,79 @@
-"""What is imported by name exists, also within functions and in the files that run on a GPU alone."""
+"""What fxopt costs a program in imports: counted in modules, for times say more about the machine."""
 
 from __future__ import annotations
 
-import ast
-from functools import cache
-from pathlib import Path
+import json
+import os
+import subprocess
+import sys
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-#: where a module is looked for, in the order of pyproject.toml's `pythonpath`
-FOLDERS = [ROOT, *(ROOT / name for name in ("tests", "tests/unit", "tests/benchmarks", "tests/browser", "tools"))]
-PACKAGES = ("fxopt", "profiler_core", "passes", "case_studies")
-FILES = sorted(path for folder in (*PACKAGES, "tests", "tools") for path in (ROOT / folder).rglob("*.py"))
-
-
-def source_of(module: str) -> Path | None:
-    for folder in FOLDERS:
-        path = folder.joinpath(*module.split("."))
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return file
-    return None
-
-
-@cache
-def names_of(file: Path) -> frozenset[str] | None:
-    """The names that a module's own level binds and its submodules; None where `import *` or `__getattr__` add more."""
-    found: set[str] = set()
-    todo: list[ast.AST] = list(ast.parse(file.read_text()).body)
-    while todo:
-        node = todo.pop()
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found.update(alias.asname or alias.name.partition(".")[0] for alias in names)
-            case ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-            case _:
-                todo.extend(ast.iter_child_nodes(node))
-    if found & {"*", "__getattr__"}:
-        return None
-    if file.name == "__init__.py":
-        found.update(path.stem for path in file.parent.iterdir() if source_of_part(path))
-    return frozenset(found)
-
-
-def source_of_part(path: Path) -> bool:
-    return path.suffix == ".py" or (path / "__init__.py").is_file()
-
-
-def absent(text: str) -> list[tuple[int, str]]:
-    """(line, module.name) of what is imported from a module of this project that does not have it."""
-    missing = []
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
-            continue
-        file = source_of(node.module)
-        if file is None:
-            if node.module.partition(".")[0] in PACKAGES and not (ROOT / node.module.replace(".", "/")).is_dir():
-                missing.append((node.lineno, node.module))
-            continue
-        names = names_of(file)
-        if names is not None:
-            missing += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names if alias.name not in names]
-    return missing
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("from passes.split_products import block_of", []),
-        ("from passes.kernels import launch", []),
-        ("from passes import kernels", []),
-        ("def f():\n    from passes.split_products import no_such_name", [(2, "passes.split_products.no_such_name")]),
-        ("from passes import no_such_pass", [(1, "passes.no_such_pass")]),
-        ("from fxopt.no_such_module import anything", [(1, "fxopt.no_such_module")]),
-        ("from made_profiles import no_such_name", [(1, "made_profiles.no_such_name")]),
-        ("from os import path", []),
-    ],
+APPLY = """
+import json, sys
+import torch, torch._dynamo, torch._inductor.compile_fx
+before = set(sys.modules)
+import fxopt
+attend = torch.nn.functional.scaled_dot_product_attention
+options = {"passes": ["causal_mask"], "fallback_by_default": True, "on_error": "raise", "plan_dir": sys.argv[1]}
+model = torch.compile(
+    lambda x: attend(x, x, x, attn_mask=torch.ones(8, 8, dtype=torch.bool).tril()),
+    backend="profile_guided",
+    options={**options, "mode": "apply"},
 )
-def test_what_is_absent_is_found(line, expected):
-    assert absent(line) == expected
+with torch.no_grad():
+    model(torch.randn(1, 2, 8, 4))
+graph = fxopt.last_report().graphs[0]
+used = sorted(set(sys.modules) - before)
+if graph.source != "plan":
+    from fxopt import machine
+    from fxopt.plan import PassUse, Plan, PlanStore
+
+    uses, here = [PassUse(name="causal_mask", stage="joint")], [machine.machine(torch.device("cpu"))]
+    PlanStore(sys.argv[1]).save(Plan(key=graph.key, decision="candidate", passes=uses, machines=here))
+print(json.dumps([graph.source, used]))
+"""
+SCRIPT = """
+import inspect, json, sys
+import torch
+before = set(sys.modules)
+import fxopt
+fxopt.__version__
+alone = set(sys.modules) - before
+import torch._dynamo, torch._inductor.compile_fx
+before = set(sys.modules)
+looked_up = []
+inspect.getframeinfo = lambda frame, context=1: looked_up.append(frame.f_code.co_filename)
+import fxopt.backend
+from fxopt import registry
+known = registry.discover()
+print(json.dumps([sorted(alone), sorted(set(sys.modules) - before), sorted(known), looked_up]))
+"""
+#: what only a report, a command or a measurement needs
+HEAVY = {"pandas", "plotly", "typer", "click", "rich", "transformers", "matplotlib", "jinja2", "pygments", "pyarrow"}
+ONLY_TUNING = {
+    *("fxopt.tuning", "fxopt.trials", "fxopt.search", "fxopt.measure", "fxopt.verify", "fxopt.reference"),
+    *("fxopt.profiling", "fxopt.rules", "fxopt.dump", "fxopt.invariants", "profiler_core.clocks"),
+}
 
 
-def test_every_imported_name_exists():
-    assert len(FILES) > 200
-    found = {str(file.relative_to(ROOT)): missing for file in FILES if (missing := absent(file.read_text()))}
-    assert found == {}
+def test_importing_fxopt_loads_nothing_and_the_backend_nothing_that_only_reports_need():
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    alone, backend, known, looked_up = json.loads(run.stdout.splitlines()[-1])
+    assert alone == ["fxopt"]
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in backend)
+    assert "fxopt.tuner" in backend and "passes.freeze_weights" in backend, "what was counted is the backend"
+    assert {"split_precision_gemm", "split_precision_attention", "split_precision_conv", "rnn_redispatch"} <= set(known)
+    assert looked_up == [], "operators are defined without a search through all modules for the source line of each"
+
+
+def test_a_process_that_applies_a_plan_imports_neither_what_measures_nor_other_passes(tmp_path):
+    """The first writes the plan, the second runs the pass, and the third has all from caches."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    for source in ("apply", "plan", "plan"):
+        command = [sys.executable, "-c", APPLY, str(tmp_path / "plans")]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        found, used = json.loads(run.stdout.splitlines()[-1])
+        assert found == source
+    assert "fxopt.build" in used and "passes.causal_mask" in used, "what was counted is a plan that was applied"
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in used)
+    assert {name for name in used if name.startswith("passes.")} == {"passes.causal_mask", "passes.views"}
+    assert ONLY_TUNING.isdisjoint(used)
