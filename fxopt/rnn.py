@@ -92,7 +92,7 @@ def _pack(
     """All `weights` in one piece of memory (one dimension), in the order that the library reads them."""
     device = weights[0].device
     places = _places(_shapes(weights), dtype, device, mode, has_biases, num_layers, bidirectional)
-    flat = torch.zeros(sum(w.numel() for w in weights), dtype=dtype, device=device)
+    flat = torch.zeros(_length(weights, has_biases), dtype=dtype, device=device)
     for weight, at in zip(weights, places, strict=True):
         flat[at : at + weight.numel()].copy_(weight.reshape(-1))
     return flat
@@ -101,7 +101,16 @@ def _pack(
 def _pack_fake(
     weights: list[Any], dtype: torch.dtype, mode: str, has_biases: bool, num_layers: int, bidirectional: bool
 ) -> Any:
-    return weights[0].new_empty(sum(w.numel() for w in weights), dtype=dtype)
+    return weights[0].new_empty(_length(weights, has_biases), dtype=dtype)
+
+
+def _length(weights: Sequence[torch.Tensor], has_biases: bool) -> int:
+    """Elements of the piece of memory: cuDNN has room in it for two biases a layer and direction, if only for zeros.
+
+    On every device, for a fake tensor does not say which it is on.
+    """
+    room = 0 if has_biases else 2 * sum(w.shape[0] for w in weights[::2])
+    return sum(w.numel() for w in weights) + room
 
 
 _LIBRARY.impl("rnn", _rnn, "CompositeExplicitAutograd")
@@ -152,8 +161,8 @@ def _places(
         False,
         bidirectional,
     )
-    if buffer.numel() != sum(w.numel() for w in empty):
-        raise RuntimeError(f"cuDNN wants {buffer.numel()} elements for weights of {sum(w.numel() for w in empty)}")
+    if buffer.numel() != _length(empty, has_biases):
+        raise RuntimeError(f"cuDNN wants {buffer.numel()} elements for what should take {_length(empty, has_biases)}")
     return tuple(int(w.storage_offset()) for w in empty)
 
 
