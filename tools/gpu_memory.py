@@ -78,12 +78,25 @@ def problems(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: random state or parameters are not what they were")
         if row["kind"] != "tuned":
             continue
-        (planned,) = (r for r in rows if (r["kind"], r["precision"]) == ("planned", row["precision"]))
+        planned = next((r for r in rows if (r["kind"], r["precision"]) == ("planned", row["precision"])), None)
+        if planned is None:  # a run that was stopped
+            continue
         if (planned["source"], planned["passes"]) != ("plan", row["passes"]):
             found.append(f"planned {row['precision']}: not as planned: {planned['source']}, {planned['passes']}")
         if row["allocated"] > ALLOWED * planned["allocated"]:
             found.append(f"{name}: {row['allocated'] - planned['allocated']} bytes more than the plan's process")
     return found
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """What there is so far, so that a run that is stopped leaves its rows."""
+    import torch
+
+    from profiler_core.environment import environment
+    from profiler_core.files import write_atomically
+
+    data = {"environment": environment(torch.device("cuda", 0)), "command": " ".join(sys.argv)}
+    write_atomically(path, json.dumps({**data, "failed": problems(rows), "rows": rows}, indent=1, default=str) + "\n")
 
 
 def main() -> int:
@@ -108,15 +121,9 @@ def main() -> int:
                 sys.exit(done.stderr)
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(json.dumps(rows[-1]), flush=True)
+            if given.json:
+                _write(given.json, rows)
     failed = problems(rows)
-    if given.json:
-        import torch
-
-        from profiler_core.environment import environment
-        from profiler_core.files import write_atomically
-
-        data = {"environment": environment(torch.device("cuda", 0)), "command": " ".join(sys.argv)}
-        write_atomically(given.json, json.dumps({**data, "failed": failed, "rows": rows}, indent=1, default=str) + "\n")
     print("\n".join(failed))
     return int(bool(failed))
 

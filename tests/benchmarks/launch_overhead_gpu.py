@@ -34,6 +34,8 @@ def operators() -> dict[str, Callable[[], Any]]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda")
 
+    from passes import split_precision_attention, split_precision_conv  # noqa: F401 - they define operators
+
     ops = torch.ops.fxopt
     a, b, bias = split(random(512, 768)), split(random(2304, 768)), random(2304)
     hopper = launch.has_hopper(torch.device("cuda", torch.cuda.current_device()))
