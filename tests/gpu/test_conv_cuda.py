@@ -59,6 +59,9 @@ def test_a_split_convolution_is_as_accurate_as_fp32(x, w, geometry):
     for terms, limit in ((3, 4 * error(conv(*inputs), exact)), (1, 1e-3)):
         p = SplitPrecisionConv(terms)
         result = testing.run(p, testing.capture(conv, *inputs), precision="tf32" if terms == 1 else None)
+        if terms == 1 and not result.changed:  # in its class cuDNN may be the faster one
+            assert all("cuDNN takes" in why for _, why in result.report.refused), str(result)
+            continue
         assert result.changed, str(result)
         (out,) = result.fn(*inputs)
         assert out.stride() == conv(*inputs).stride()

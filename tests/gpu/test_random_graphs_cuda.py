@@ -78,8 +78,20 @@ GRAPHS: dict[str, tuple[Callable[[], Any], float]] = {
     "inductor_options": (lambda: testing.graphs(device="cuda"), 0.9),
     "pad_matmul": (lambda: testing.graphs([odd_product], dynamic=False, device="cuda"), 0.5),
     "gemm_epilogue": (
+        # cuBLASLt has the activation of one kind, and graphs that use the product elsewhere keep it.
         lambda: testing.graphs([activated_product], dynamic=False, max_nodes=8, device="cuda"),
-        0.5,
+        0.2,
+    ),
+    # Every value is rounded, so nothing may be decided by one.
+    "bf16_graph": (
+        lambda: testing.graphs(
+            ["matmul"],
+            dynamic=False,
+            exclude=("comparison", "where", "indexing", "cast", "unary", "random", "write"),
+            dtypes=[torch.float32],
+            device="cuda",
+        ),
+        0.2,
     ),
     "remove_redundant_casts_and_copies": (
         lambda: testing.graphs([cast_twice, copied_back], dynamic=False, dtypes=[torch.float32], device="cuda"),
@@ -103,17 +115,23 @@ def test_the_passes_for_cuda_are_found():
 
 
 @pytest.mark.parametrize("name", for_cuda())
-def test_a_built_in_pass_leaves_100_random_graphs_equivalent_on_a_card(name):
+def test_a_built_in_pass_leaves_100_random_graphs_equivalent_on_a_card(name, monkeypatch):
     strategy, share = GRAPHS[name]
     p = MAKE.get(name, registry.discover()[name])()
     seen: Counter[bool] = Counter()
 
-    def look(graph: testing.RandomGraph) -> None:
-        seen[testing.equivalent(p, graph).changed] += 1
+    refused: Counter[str] = Counter()
 
+    def look(graph: testing.RandomGraph) -> None:
+        result = testing.equivalent(p, graph)
+        seen[result.changed] += 1
+        refused.update(why for _, why in result.report.refused)
+
+    # Another layout may bring cuDNN to another algorithm, and those in TF32 are cuDNN's choice by default.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     with torch._inductor.config.patch(layout_optimization=False):  # or channels_last leaves all to Inductor
         for_all(strategy(), 100, look)
-    assert seen[True] >= share * seen.total(), seen
+    assert seen[True] >= share * seen.total(), (seen, refused.most_common(5))
 
 
 def test_a_replay_that_is_used_again_and_again_gives_what_the_graph_gives():
