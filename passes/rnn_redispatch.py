@@ -6,7 +6,7 @@ rnn_tanh, rnn_relu), which is unrolled into products for every step: launches wi
 again, `fxopt::rnn`, inside one graph, which `cuda_graphs` can then capture. Under `fxopt.optimize` every recurrent
 layer is that operator from the start (eager cuDNN is the baseline there), and what is left to choose is its precision:
 TF32 in this call alone, or fp16 or bf16 with the weights cast, and laid out as cuDNN wants them, once. An LSTM can
-leave the library, too: `compute="split"` multiplies in split fp32, with a kernel for each step (`passes.split_rnn`).
+leave the library, too: `compute="split"` multiplies in split fp32, in one kernel for all steps (`passes.split_rnn`).
 
 before                                   after
     y = lstm(x, hx, weights)                 y = fxopt.rnn(x, hx, weights, None, "lstm", ..., "tf32")
@@ -68,7 +68,7 @@ class RnnRedispatch(ConfigPass):
     before: ClassVar[tuple[str, ...]] = ("cuda_graphs",)
     enables: ClassVar[tuple[str, ...]] = ("cuda_graphs",)
 
-    #: what the layers compute in: as eager does (""), "tf32", "fp16", "bf16", or "split", which no run proposes yet
+    #: what the layers compute in: as eager does (""), "tf32", "fp16", "bf16", or "split"
     compute: str = ""
 
     def __post_init__(self) -> None:
@@ -79,8 +79,7 @@ class RnnRedispatch(ConfigPass):
         # On a CPU, a session has nothing to send back: oneDNN takes weights as they lie.
         ways: tuple[str, ...] = ("bf16",) if context.session else ("bf16", "")
         if context.device.type == "cuda":
-            # Not "split": its kernel ran in Triton's interpreter alone, and has not been measured.
-            ways = ("tf32", "fp16", "bf16", "")
+            ways = ("split", "tf32", "fp16", "bf16", "")
         found = [RnnRedispatch(way) for way in ways]
         return [p for p in found if not p.applicable(context)] or (self,)
 

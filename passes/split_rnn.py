@@ -1,8 +1,9 @@
-"""LSTM layers in split fp32: input products of all steps at once, and a kernel a step for the rest.
+"""LSTM layers in split fp32: input products of all steps at once, and one kernel, or one a step, for the rest.
 
-The library's fp32 LSTM multiplies on fp32 units, in several launches a step. Here the products with the input are one
-`fxopt::split_gemm`; what is left of a step, in all layers, is one launch (`fxopt::lstm_steps`,
-`passes.kernels.lstm_steps`). Both are as accurate as fp32.
+The library's fp32 LSTM multiplies on fp32 units, in several launches a step. Here the first layer's products with the
+input are one `fxopt::split_gemm`; all that is left, in all layers, is `fxopt::lstm_steps`: one launch where a Hopper
+chip holds the weights (`passes.kernels.lstm_persistent`), else one a step (`passes.kernels.lstm_steps`). Both are as
+accurate as fp32.
 """
 
 from __future__ import annotations
@@ -64,9 +65,16 @@ def _(first: Any, pre: Any, bias: Any, cell: Any, below: Any, weight: Any) -> _S
 
 @torch.library.impl("fxopt::lstm_steps", "CUDA")
 def _(first: Any, pre: Any, bias: Any, cell: Any, below: Any, weight: Any) -> _States:
-    from passes.kernels import lstm_steps
+    from passes.kernels import launch, lstm_steps
 
-    return lstm_steps.launch(first, pre, bias, cell, tuple(below) or None, tuple(weight))
+    given = (first, pre, bias, cell, tuple(below) or None, tuple(weight))
+    if launch.has_hopper(pre.device):
+        from passes.kernels import lstm_persistent
+
+        found = lstm_persistent.launch(*given)
+        if found is not None:
+            return found
+    return lstm_steps.launch(*given)
 
 
 def refusal(args: Sequence[Any]) -> str:

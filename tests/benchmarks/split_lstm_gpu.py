@@ -1,4 +1,4 @@
-"""LSTM layers on a GPU: cuDNN in fp32 and TF32, and split products with each configuration of their steps' kernel.
+"""LSTM layers on a GPU: cuDNN in fp32 and TF32, and split products: all steps in one launch, and a launch a step.
 
     python tests/benchmarks/split_lstm_gpu.py --json results/h200/split_lstm.json
 
@@ -48,9 +48,12 @@ def configurations(batch: int, hidden: int) -> list[Any]:
 
 
 def split_way(layer: nn.LSTM, state: Any, tile: Any, config: Any, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Gives the output by split products, with a configuration in place of the kernel's own choice."""
+    """Gives the output by split products, with a configuration in place of the steps' kernel's own choice.
+
+    config: None for what the operator does by itself.
+    """
     from passes import split_rnn
-    from passes.kernels import lstm_steps
+    from passes.kernels import launch, lstm_steps
     from passes.split_products import split
 
     weights = [w.detach() for w in layer._flat_weights]
@@ -68,6 +71,7 @@ def split_way(layer: nn.LSTM, state: Any, tile: Any, config: Any, x: torch.Tenso
 
     def run() -> torch.Tensor:
         with (
+            mock.patch.object(launch, "has_hopper", launch.has_hopper if config is None else lambda device: False),
             mock.patch.object(lstm_steps, "choose", lambda *sizes: config),
             mock.patch.object(split_rnn, "_split", lambda weight, constant: parts[weight.data_ptr()]),
             mock.patch.object(split_rnn, "_stacked", once),
@@ -99,7 +103,7 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 def measured(batch: int, steps: int, width: int, layers: int, tune: bool) -> list[dict[str, Any]]:
     from case_studies.runner import fp32_matmuls
-    from passes.kernels import tiling
+    from passes.kernels import launch, lstm_persistent, tiling
 
     torch.manual_seed(0)
     layer = nn.LSTM(width, width, layers, batch_first=True).cuda().eval()
@@ -111,6 +115,8 @@ def measured(batch: int, steps: int, width: int, layers: int, tune: bool) -> lis
     product = tiling.Product(batch * steps, 4 * width, width, bias=True)
     tile = tiling.choices_in(None).tile(product, x.device)[0]
     ways: dict[str, Callable[[], torch.Tensor]] = {"cudnn fp32": lambda: layer(x)[0]}
+    if launch.has_hopper(x.device) and lstm_persistent.rows_of(batch, width, layers, launch.multiprocessors(x.device)):
+        ways["split, all steps in one launch"] = split_way(layer, state, tile, None, x)
     for config in configurations(batch, width)[: None if tune else 1]:
         ways[f"split {config}"] = split_way(layer, state, tile, config, x)
     found: dict[str, tuple[Callable[[], Any], torch.Tensor]] = {}
