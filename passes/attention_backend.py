@@ -89,10 +89,11 @@ class AttentionBackend(GraphPass):
                 yield Candidate(node.name, "sizes are symbolic")
             elif not attention.usable(self.backend, q, k, v, causal):
                 yield Candidate(node.name, f"torch's {self.backend} attention does not take it")
-            elif (strides := attention.result(self.backend, q, k, v, causal, scale).stride()) != (
-                old := node.meta["val"][0].stride()
+            elif not _strided_alike(
+                result := attention.result(self.backend, q, k, v, causal, scale), old := node.meta["val"][0]
             ):
-                yield Candidate(node.name, f"{self.backend} gives its result the strides {strides}, not {old}")
+                why = f"{self.backend} gives its result the strides {result.stride()}, not {old.stride()}"
+                yield Candidate(node.name, why)
             else:
                 yield Candidate(node.name)
 
@@ -106,6 +107,11 @@ class AttentionBackend(GraphPass):
             user.replace_all_uses_with(result)
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def _strided_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether strides are equal but for dimensions of size 1, where they address nothing."""
+    return all(size == 1 or one == other for size, one, other in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def _operands(given: dict[str, Any]) -> tuple[list[Any], bool, Any]:

@@ -201,6 +201,17 @@ def plane_convolution(d: testing.Draft) -> testing.Value:
     return result
 
 
+def _weight(d: testing.Draft, shape: list[int]) -> testing.Value:
+    """An input, contiguous where cuDNN refuses others."""
+    found = d.input(shape, torch.float32)
+    for _ in range(3):
+        if d.device.type != "cuda" or found.val.is_contiguous():
+            return found
+        found = d.input(shape, torch.float32)
+    d.need(found.val.is_contiguous())
+    return found
+
+
 def recurrent(d: testing.Draft) -> list[testing.Value]:
     """A recurrent layer, as the operator that keeps it on the library's kernels."""
     mode = d.choice(("lstm", "gru", "rnn_tanh"))
@@ -213,6 +224,6 @@ def recurrent(d: testing.Draft) -> list[testing.Value]:
         same = {"memory_format": torch.contiguous_format, "exact": True}
         states = [d.call(aten.clone.default, state, bound=state.bound, **same) for state in states]
     shapes = [[gates * hidden, features], [gates * hidden, hidden], [gates * hidden], [gates * hidden]]
-    weights = [d.input(shape, torch.float32) for shape in (shapes if d.number(2) else shapes[:2])]
+    weights = [_weight(d, shape) for shape in (shapes if d.number(2) else shapes[:2])]
     given = (x, states, weights, None, mode, len(weights) == 4, 1, False, first, "")
     return d.calls(rnn.RNN, *given, bounds=[1, *(64 if n else 1 for n in range(len(states)))])

@@ -222,8 +222,42 @@ def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
     output = graph.output_node()
     for node in fp32:
         with graph.inserting_before(output):
-            output.replace_input_with(node, graph.call_function(convert, (node, torch.float32)))
+            output.replace_input_with(node, _widened(graph, node))
     gm.recompile()
+
+
+def _widened(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`node` in fp32, with the strides that it has: a cast makes a dense tensor of what is a part of one, as the last
+    rows of logits are. Cast is then what it is a part of, and of that the same part is given.
+    """
+    base = node
+    while not _dense(_value(base)) and base.args and isinstance(base.args[0], fx.Node):
+        source = base.args[0]
+        if storage_of(base) is None or storage_of(base) != storage_of(source) or source.op == "placeholder":
+            break
+        base = source
+    part, whole = _value(node), _value(base)
+    again = base is not node and _dense(whole)
+    value = graph.call_function(torch.ops.prims.convert_element_type.default, (base if again else node, torch.float32))
+    if again:
+        offset = part.storage_offset() - whole.storage_offset()
+        # Not the views themselves: of what they leave out Inductor would make nothing, and so another layout.
+        value = graph.call_function(torch.as_strided, (value, tuple(part.shape), part.stride(), offset))
+    return value
+
+
+def _dense(value: Any) -> bool:
+    """Whether a tensor's elements fill its memory without gaps or overlaps; also where its sizes do not tell."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return True
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        return True
+    step = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != step:
+            return value.numel() == 0
+        step *= size
+    return True
 
 
 #: operators that take floating-point tensors of one type alone; of fake tensors they do not ask for it

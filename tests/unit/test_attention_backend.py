@@ -137,6 +137,12 @@ def test_what_is_left_alone(name):
     assert because in result.report.refused[0][1]
 
 
+def test_the_stride_of_a_single_head_does_not_matter():
+    """It addresses nothing, and backends disagree on it."""
+    result = rewritten(graph("efficient", shape=(2, 1, 48, 64), contiguous=True), "cudnn")
+    assert result.report.rewritten == 1, result
+
+
 def test_what_is_on_the_backend_already_is_left_alone():
     assert rewritten(graph("flash"), "flash").report.refused[0][1] == "it is on flash already"
 

@@ -69,6 +69,31 @@ def test_a_graph_runs_in_bf16_between_fp32_inputs_and_outputs(passes, fresh_dyna
     assert products and set(products) == {torch.bfloat16}
 
 
+class Last(nn.Module):
+    """Parts of logits, as a model of language returns them; the second is written to after it was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, z = self.head(x), self.head(x.flip(0))
+        part = z.transpose(0, 1)[1:, :, ::2]
+        z += 1
+        return y[:, -1], part, y[0, :1].expand(3, -1), y.mT
+
+
+def test_parts_of_a_result_have_the_strides_that_the_graph_gives_them(fresh_dynamo):
+    torch.manual_seed(0)
+    model, x = Last().eval(), torch.randn(2, 8, 32)
+    build, arguments = built(model, x)
+    assert build.effective and not build.errors
+    with torch.no_grad():
+        for found, expected in zip(build.fn(*arguments), model(x), strict=True):
+            assert found.dtype == torch.float32 and found.stride() == expected.stride()
+            assert 1e-4 < error(found, expected) < 2e-2
+
+
 def test_a_mask_of_float32s_least_number_stays_finite_and_infinity_infinite(fresh_dynamo):
     def largest(mask: torch.Tensor) -> torch.Tensor:
         return mask * 1.0
