@@ -53,39 +53,59 @@ def _until(counter, count):
 
 
 @gluon.jit
+def _fetch(
+    states, h, plane, there, m, HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, copied: gl.constexpr
+):  # fmt: skip
+    """Begin to copy a state's planes, h [batch, HIDDEN] each; there: 0 where there is no state yet."""
+    hh_s, hl_s = states
+    chunks: gl.constexpr = HIDDEN // BK
+    k = gl.arange(0, BK, gl.SliceLayout(0, copied))
+    of_h = h + gl.convert_layout(m, gl.SliceLayout(1, copied))[:, None] * HIDDEN + k[None, :]
+    n = gl.arange(0, BN, gl.SliceLayout(1, copied))
+    read = (n >= 0)[:, None] & (k >= 0)[None, :] & (there != 0)
+    for chunk in gl.static_range(chunks):
+        async_copy.async_copy_global_to_shared(hh_s.index(chunk), of_h + chunk * BK, mask=read)
+        async_copy.async_copy_global_to_shared(hl_s.index(chunk), of_h + plane + chunk * BK, mask=read)
+        if chunk % 2 == 1 or chunk == chunks - 1:
+            async_copy.commit_group()
+
+
+@gluon.jit
 def _times(
     weights, states, gates, h, plane, w_high, w_low, scale, slow, there, m, row,
-    HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, mma: gl.constexpr, copied: gl.constexpr,
+    HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Leave w h^T [64, BN] in `gates`; h: the planes [batch, HIDDEN] of a state. there: 0 where there is no state yet.
-    """
+    """Leave w h^T [64, BN] in `gates`, of the state that `_fetch` copies."""
     wh_s, wl_s = weights
     hh_s, hl_s = states
     chunks: gl.constexpr = HIDDEN // BK
+    pairs: gl.constexpr = (chunks + 1) // 2
     total = gl.zeros((64, BN), gl.float32, mma)
     if slow == 0:
-        n = gl.arange(0, BN, gl.SliceLayout(1, copied))
-        k = gl.arange(0, BK, gl.SliceLayout(0, copied))
-        of_h = h + gl.convert_layout(m, gl.SliceLayout(1, copied))[:, None] * HIDDEN + k[None, :]
-        read = (n >= 0)[:, None] & (k >= 0)[None, :] & (there != 0)
-        for chunk in gl.static_range(chunks):
-            async_copy.async_copy_global_to_shared(hh_s.index(chunk), of_h + chunk * BK, mask=read)
-            async_copy.async_copy_global_to_shared(hl_s.index(chunk), of_h + plane + chunk * BK, mask=read)
-            async_copy.commit_group()
+        # Sums of two chunks in the matrix unit, which rounds towards zero; these are added in registers. Nothing is
+        # waited for before all of them are on their way.
+        mains = ()
         rest = gl.zeros((64, BN), gl.float32, mma)
-        for chunk in gl.static_range(chunks):
-            async_copy.wait_group(chunks - 1 - chunk)
+        for pair in gl.static_range(pairs):
+            async_copy.wait_group(pairs - 1 - pair)
             fence_async_shared()
             gl.thread_barrier()
-            hh, hl = hh_s.index(chunk).permute((1, 0)), hl_s.index(chunk).permute((1, 0))
-            # Sums of BK in the matrix unit, which rounds towards zero; the others in registers.
-            main = warpgroup_mma(wh_s.index(chunk), hh, total, use_acc=False, is_async=True)
-            low = warpgroup_mma(wh_s.index(chunk), hl, rest, is_async=True)
-            low = warpgroup_mma(wl_s.index(chunk), hh, low, is_async=True)
-            main, rest = warpgroup_mma_wait(0, deps=(main, low))
-            total += main
-        total = (total + rest * LOW) * (1.0 / scale)[:, None] * (1.0 / SCALE)
+            hh, hl = hh_s.index(2 * pair).permute((1, 0)), hl_s.index(2 * pair).permute((1, 0))
+            main = warpgroup_mma(wh_s.index(2 * pair), hh, total, use_acc=False, is_async=True)
+            rest = warpgroup_mma(wh_s.index(2 * pair), hl, rest, is_async=True)
+            rest = warpgroup_mma(wl_s.index(2 * pair), hh, rest, is_async=True)
+            if 2 * pair + 1 < chunks:
+                hh, hl = hh_s.index(2 * pair + 1).permute((1, 0)), hl_s.index(2 * pair + 1).permute((1, 0))
+                main = warpgroup_mma(wh_s.index(2 * pair + 1), hh, main, is_async=True)
+                rest = warpgroup_mma(wh_s.index(2 * pair + 1), hl, rest, is_async=True)
+                rest = warpgroup_mma(wl_s.index(2 * pair + 1), hh, rest, is_async=True)
+            mains = mains + (main,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no other
+        done = warpgroup_mma_wait(0, deps=mains + (rest,))  # noqa: RUF005
+        for pair in gl.static_range(pairs):
+            total += done[pair]
+        total = (total + done[pairs] * LOW) * (1.0 / scale)[:, None] * (1.0 / SCALE)
     else:  # a row that planes cannot hold
+        async_copy.wait_group(0)
         column = gl.convert_layout(m, gl.SliceLayout(0, mma))
         for depth in range(0, HIDDEN):
             w = _decoded(gl.load(w_high + row * HIDDEN + depth), gl.load(w_low + row * HIDDEN + depth), scale)
@@ -97,7 +117,7 @@ def _times(
     gl.thread_barrier()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["steps", "batch"])
 def kernel(
     first, pre, bias, out, hidden, planes, passed, cell, ih_high, ih_low, ih_scale, hh_high, hh_low, hh_scale, done,
     steps, batch,
@@ -182,29 +202,27 @@ def kernel(
         below = done + ((LAYERS + layer - 1) * parts + part) * steps
         written = planes + of_layer * steps * (2 * plane)
         for step in range(0, steps):
-            # What does not depend on the step before is on its way while that is waited for.
-            if layer == 0:
-                begun = pre + (begin + step) * (4 * plane) + at_gates
-                if step == 0:
-                    begun = first + at_gates
+            if step > 0:
+                _until(mine + step - 1, programs)
+            state = written + (gl.maximum(step, 1) - 1).to(gl.int64) * (2 * plane)
+            _fetch((hh_s, hl_s), state, plane, step, m, HIDDEN, BN, BK, copied)
+            # What comes from elsewhere, while the state is on its way.
+            begun = pre + (begin + step) * (4 * plane) + at_gates
+            if step == 0:
+                begun = first + of_layer * (4 * plane) + at_gates
+            if layer == 0 or step == 0:
                 i = gl.load(begun)
                 f = gl.load(begun + HIDDEN)
                 g = gl.load(begun + 2 * HIDDEN)
                 o = gl.load(begun + 3 * HIDDEN)
             else:
-                if step == 0:
-                    begun = first + of_layer * (4 * plane) + at_gates
-                    i = gl.load(begun)
-                    f = gl.load(begun + HIDDEN)
-                    g = gl.load(begun + 2 * HIDDEN)
-                    o = gl.load(begun + 3 * HIDDEN)
-                else:
-                    zeros = gl.zeros((16, BN), gl.float32, own)
-                    i = zeros + gl.load(added)[:, None]
-                    f = zeros + gl.load(added + HIDDEN)[:, None]
-                    g = zeros + gl.load(added + 2 * HIDDEN)[:, None]
-                    o = zeros + gl.load(added + 3 * HIDDEN)[:, None]
-                if LAYERS > 1:
+                zeros = gl.zeros((16, BN), gl.float32, own)
+                i = zeros + gl.load(added)[:, None]
+                f = zeros + gl.load(added + HIDDEN)[:, None]
+                g = zeros + gl.load(added + 2 * HIDDEN)[:, None]
+                o = zeros + gl.load(added + 3 * HIDDEN)[:, None]
+            if LAYERS > 1:  # noqa: SIM102
+                if layer > 0:
                     _until(below + step, programs)
                     come = passed + ((of_layer - 1) * steps + step) * (4 * plane) + at_gates
                     # Past the first-level cache, which does not see what other multiprocessors write.
@@ -212,11 +230,9 @@ def kernel(
                     f += gl.load(come + HIDDEN, cache_modifier=".cg")
                     g += gl.load(come + 2 * HIDDEN, cache_modifier=".cg")
                     o += gl.load(come + 3 * HIDDEN, cache_modifier=".cg")
-            if step > 0:
-                _until(mine + step - 1, programs)
             _times(
-                (wh_s, wl_s), (hh_s, hl_s), gates, written + (gl.maximum(step, 1) - 1).to(gl.int64) * (2 * plane),
-                plane, w_high, w_low, scale, slow, step, m, row, HIDDEN, BN, BK, mma, copied,
+                (wh_s, wl_s), (hh_s, hl_s), gates, state, plane, w_high, w_low, scale, slow, step, m, row,
+                HIDDEN, BN, BK, mma,
             )  # fmt: skip
             i += gates.slice(0, 16).load(own)
             f += gates.slice(16, 16).load(own)
@@ -243,9 +259,11 @@ def kernel(
             of_source = done + (source.to(gl.int32) * parts + part) * steps
             for step in range(0, steps):
                 _until(of_source + step, programs)
+                state = planes + (source * steps + step) * (2 * plane)
+                _fetch((hh_s, hl_s), state, plane, 1, m, HIDDEN, BN, BK, copied)
                 _times(
-                    (wh_s, wl_s), (hh_s, hl_s), gates, planes + (source * steps + step) * (2 * plane), plane,
-                    w_high, w_low, scale, slow, 1, m, row, HIDDEN, BN, BK, mma, copied,
+                    (wh_s, wl_s), (hh_s, hl_s), gates, state, plane, w_high, w_low, scale, slow, 1, m, row,
+                    HIDDEN, BN, BK, mma,
                 )  # fmt: skip
                 come = passed + (source * steps + step) * (4 * plane) + at_gates
                 for gate in gl.static_range(4):
