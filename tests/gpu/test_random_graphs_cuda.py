@@ -56,8 +56,9 @@ GRAPHS: dict[str, tuple[Callable[[], Any], float]] = {
         0.5,
     ),
     "attention_backend": (
+        # Of contiguous operands flash gives another layout than the decomposition does, and leaves them alone.
         lambda: testing.graphs(["attention"], dtypes=[torch.bfloat16], dynamic=False, device="cuda"),
-        0.3,
+        0.15,
     ),
     "cudnn_algorithm": (
         lambda: testing.graphs(["convolution"], dynamic=False, max_nodes=8, device="cuda"),
