@@ -90,10 +90,10 @@ class AttentionBackend(GraphPass):
             elif not attention.usable(self.backend, q, k, v, causal):
                 yield Candidate(node.name, f"torch's {self.backend} attention does not take it")
             elif not _strided_alike(
-                result := attention.result(self.backend, q, k, v, causal, scale), old := node.meta["val"][0]
+                result := attention.result(self.backend, q, k, v, causal, scale), node.meta["val"][0]
             ):
-                why = f"{self.backend} gives its result the strides {result.stride()}, not {old.stride()}"
-                yield Candidate(node.name, why)
+                strides, old = result.stride(), node.meta["val"][0].stride()
+                yield Candidate(node.name, f"{self.backend} gives its result the strides {strides}, not {old}")
             else:
                 yield Candidate(node.name)
 

@@ -1,5 +1,6 @@
-"""Where the time of an LSTM's step goes: the kernel of all steps (`passes/kernels/lstm_persistent.py`) without one thing
-at a time. What such a kernel computes is wrong; only its time counts.
+"""Where the time of an LSTM's step goes: the kernel of all steps without one thing at a time.
+
+What such a kernel (`passes/kernels/lstm_persistent.py`) computes is wrong; only its time counts.
 
     python tests/benchmarks/lstm_parts_gpu.py | tee results/h200/lstm_parts.txt
 
@@ -16,11 +17,11 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, CALLS = 8, 4
 #: steps, batch, units, layers
 SHAPES = ((128, 32, 512, 2), (128, 1, 512, 1))
