@@ -53,8 +53,15 @@ class Rerouted:
         owner = type(module).__module__
         if owner.startswith("torch.") and (owner.endswith(".loss") or not owner.startswith("torch.nn.modules.")):
             return  # a loss, or what torch makes of a model: there is nothing to gain in a graph of its own
+        from profiler_core.collect.module_calls import call_of
+
         self.modules.append(module)
-        module._compiled_call_impl = self.compile(module._call_impl, backend=BACKEND, options=dict(self.options))
+        module._compiled_call_impl = self.compile(call_of(module), backend=BACKEND, options=dict(self.options))
+
+    def let_go(self) -> None:
+        """Modules run as the program has them again."""
+        for module in self.modules:
+            module.__dict__.pop("_compiled_call_impl", None)
 
 
 @contextmanager
@@ -82,8 +89,7 @@ def rerouted(options: Mapping[str, Any]) -> Iterator[Rerouted]:
             yield state
     finally:
         torch.compile = original
-        for module in state.modules:
-            module.__dict__.pop("_compiled_call_impl", None)
+        state.let_go()
 
 
 def _settings(given: Mapping[str, Any], state: Rerouted) -> dict[str, Any]:
@@ -95,6 +101,7 @@ def _settings(given: Mapping[str, Any], state: Rerouted) -> dict[str, Any]:
         state.left.append(f"torch.compile(backend={name!r}) was left as it is")
         return dict(given)
     state.compiled += 1
+    state.let_go()  # it has called modules before, and now says itself what is to be compiled
     settings = {name: value for name, value in given.items() if name not in ("backend", "mode", "options")}
     options = dict(given.get("options") or {})
     if given.get("mode") is not None:

@@ -5,9 +5,11 @@ The graph is the live one, or one read back from its printed text (``profiler_co
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from profiler_core.collect.ownership import GraphView, Listed, operator_base, ow
 from profiler_core.collect.provenance import Launch, NodeInfo, Provenance
 from profiler_core.collect.wrapper_source import generated_kernels, launch_sites
 
+_OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("fxopt", "profiler_core"))
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 
 Location = tuple[str, str, str, int, str]
@@ -26,9 +29,10 @@ Location = tuple[str, str, str, int, str]
 
 def user_frame(stack_trace: str | None) -> tuple[str, int, str]:
     """File, line and source text of the innermost frame of a node's stack trace; ("", 0, "") where there is
-    none.
+    none. Frames of this project, which called the model, are nobody's source: of a model made of torch's own modules
+    they may be all there are.
     """
-    matches = list(_FRAME.finditer(stack_trace or ""))
+    matches = [match for match in _FRAME.finditer(stack_trace or "") if not match["file"].startswith(_OWN)]
     if not matches:
         return "", 0, ""
     last = matches[-1]

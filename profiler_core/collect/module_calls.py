@@ -102,6 +102,21 @@ def unseen_by_dynamo(*functions: Callable[..., Any]) -> None:
         skip_code(getattr(function, "__func__", function).__code__)
 
 
+def call_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """What to compile for a module: its ``_call_impl``, in a frame of its own where its ``forward`` is torch's code.
+
+    Dynamo skips such a ``forward``, as nn.Sequential's, and would begin anew in each module that it calls.
+    torch.compile puts the same frame around such a module.
+    """
+    from torch._dynamo.external_utils import wrap_inline
+
+    call = module._call_impl
+    code = getattr(type(module).forward, "__code__", None)
+    own = code is None or code.co_filename.startswith(torch_folder())
+    wrapped: Callable[..., Any] = wrap_inline(call) if own else call
+    return wrapped
+
+
 def _compile(original: Any) -> Any:
     """torch.compile, whose functions are seen when they are called; modules are seen in any case."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compiled_graphs import Compiled, Counter, Mlp, Renamed, compile_with_provenance
 
+from fxopt import session
 from profiler_core.collect.inductor import (
     Launch,
     NodeInfo,
@@ -54,6 +55,9 @@ def test_the_user_frame_is_the_last_of_the_stack_trace() -> None:
     )
     assert user_frame(trace) == ("/a/block.py", 34, "return self.lin(x)")
     assert user_frame(None) == ("", 0, "")
+    own = f'  File "{session.__file__}", line 3, in forward\n    return call(*args)\n'
+    assert user_frame(own) == ("", 0, ""), "what called the model is no source of its"
+    assert user_frame(trace + own) == ("/a/block.py", 34, "return self.lin(x)")
     assert user_frame('  File "/a/b.py", line 1, in f') == ("/a/b.py", 1, "")
 
 

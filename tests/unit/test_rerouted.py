@@ -52,6 +52,40 @@ def test_a_loss_is_left_alone_and_a_sequence_of_layers_is_not(handed_over):
     assert state.modules == [model]
 
 
+class Chain(nn.Sequential):
+    """A class of the program whose forward is torch's."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Chain])
+def test_a_model_of_torchs_own_modules_is_one_graph(handed_over, kind):
+    model, x = kind(nn.Linear(4, 8), nn.GELU(), nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))), torch.randn(2, 4)
+    expected = model(x)
+    with rerouted({}):
+        for _ in range(3):
+            assert torch.allclose(model(x), expected)
+    assert len(handed_over) == 1
+
+
+def test_hooks_of_a_model_of_torchs_own_modules_are_called(handed_over):
+    model, called = nn.Sequential(nn.Linear(4, 4)), []
+    model.register_forward_hook(lambda *given: called.append(1))
+    with rerouted({}):
+        model(torch.randn(2, 4))
+        model(torch.randn(2, 4))
+    assert len(called) == 2
+
+
+def test_modules_that_ran_before_the_program_compiles_are_let_go(handed_over):
+    """They ran to warm up, say; the program knows what is to be compiled."""
+    net, x = Net().eval(), torch.randn(2, 4)
+    with rerouted({}) as state:
+        net(x)
+        compiled = torch.compile(net)
+        assert "_compiled_call_impl" not in net.__dict__
+        assert torch.equal(compiled(x), net(x))
+    assert state.modules == [net] and state.compiled == 1
+
+
 def test_what_the_program_compiles_goes_to_the_backend_with_its_own_options_below_ours(handed_over):
     x = torch.randn(2, 4)
     with rerouted({"pairs": 6}) as state:
