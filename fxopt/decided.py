@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxopt import identity, machine
+from fxopt import identity, machine, nearest
 from fxopt.plan import PassUse, Plan
 from fxopt.registry import Pass
 from fxopt.report.model import GraphReport, to_plain
@@ -23,11 +23,13 @@ def decided(
     mutated: Collection[int],
     device: torch.device,
     seconds: float,
+    parts: Mapping[str, Any],
 ) -> Plan:
     """The plan of the code whose measurements are in `report`, which learns after how many calls tuning has paid.
 
     passes: those that are kept, none where Inductor's own code is. patches: the caller's Inductor options. origins:
     pre-grad nodes by post-grad node. mutated: numbers of the inputs that the graph writes to. seconds: spent on tuning.
+    parts: of the plan's key; their digests tell later why another graph does not find this plan.
     """
     profile = report.profile
     assert profile is not None, "a plan is made of what was measured"
@@ -57,7 +59,7 @@ def decided(
             "floor_flops": report.floor_flops,
             "floor_bytes": report.floor_bytes,
         },
-        environment=to_plain(profile.environment),
+        environment={**to_plain(profile.environment), nearest.FIELD: nearest.digests(parts)},
         out_of_reach=list(report.out_of_reach),
         tuning_seconds=seconds,
         calls_to_pay=report.calls_to_pay,

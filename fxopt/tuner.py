@@ -85,6 +85,7 @@ class Tuner:
             session=self.session,
             weights=self._weights(),
         )
+        self.parts = parts
         self.report.key = plan_key(**parts)
         self.report.plan_path = str(self.store.path(self.report.key))
         ranks = None
@@ -100,6 +101,7 @@ class Tuner:
 
     def decide(self, tell: Callable[[Plan | None], None]) -> Callable[..., Any]:
         """The code that this process decides on. `tell` is called as soon as it is known by which plan, if by any."""
+        before = len(self.report.messages)
         plan = self.load_plan()
         if plan is not None:
             self.report.source = "plan"
@@ -121,7 +123,14 @@ class Tuner:
                 return kept
         if not self.may_measure:
             tell(None)
-            return self.plain("no plan for this graph, and mode 'apply' never measures", source="apply")
+            if len(self.report.messages) > before:  # there is one, and it has been told why it is not used
+                return self.plain("mode 'apply' never measures: the graph runs as Inductor compiles it", source="apply")
+            from fxopt import nearest
+
+            why = nearest.explain(self.store, self.parts)
+            reason = f"no plan for this graph, and mode 'apply' never measures: {why}"
+            warn(f"{reason}. The graph runs as Inductor compiles it")
+            return self.plain(reason, source="apply")
         self.report.source = "tuned"
         kept = self._tune()
         tell(self._written)

@@ -303,6 +303,7 @@ class Tuning:
             mutated=self.calls.mutated,
             device=self.device,
             seconds=time.perf_counter() - self.tuner.started,
+            parts=self.tuner.parts,
         )
         try:
             self.tuner.store.save(self.written)

@@ -165,10 +165,23 @@ def test_apply_never_measures(block, x, monkeypatch):
     from profiler_core.collect import kineto
 
     monkeypatch.setattr(kineto, "measure", lambda *a, **k: pytest.fail("measured in mode 'apply'"))
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(FxoptWarning, match="no plan for this graph.*there are no plans in"):
         close(compiled(block, {"mode": "apply"})(x), block(x))
     graph = fxopt.last_report().graphs[0]
     assert graph.source == "apply" and "no plan" in graph.messages[0]
+
+
+def test_a_plan_that_is_not_found_is_told_from_the_nearest_one(block, x):
+    from fxopt import nearest
+
+    with torch.no_grad():
+        compiled(block)(x)
+        (path,) = Path(fxopt.last_report().graphs[0].plan_path).parent.glob("*.json")
+        assert set(json.loads(path.read_text())["environment"][nearest.FIELD]) == set(nearest.SPELLED)
+        torch._dynamo.reset()
+        differs = f"{path.stem[:12]} is of this graph, but differs in fxopt's options"
+        with pytest.warns(FxoptWarning, match=differs):
+            close(compiled(block, {"mode": "apply", "precision": "tf32"})(x), block(x))
 
 
 def test_random_state_buffers_and_inputs_are_as_after_one_call():

@@ -174,7 +174,10 @@ def works(model: Counting, calls: int, tuning: bool = True) -> None:
     result, said = call(model, given, mode="tune" if tuning else "apply")
     torch.testing.assert_close(result, expected(model, x, calls + 1))
     assert torch.equal(given, x * 2) and torch.equal(model.count, torch.full((32,), float(calls + 1)))
-    assert said == []
+    if last().source == "apply":  # a fault that ended the tuning left no plan
+        assert len(said) == 1 and "no plan for this graph" in said[0]
+    else:
+        assert said == []
     if tuning:
         assert (last().source, last().decision) == ("tuned", "candidate"), last().messages
         assert PlanStore(Path(last().plan_path).parents[1]).load(last().key).decision == "candidate"

@@ -80,11 +80,20 @@ def test_a_plan_that_is_wrong_here_is_not_used_and_tuning_makes_another(run, mon
         kept, said = run(mode="apply")
     assert (kept.source, kept.decision) == ("apply", "baseline")
     assert len(said) == 1 and "made on another machine, and is wrong here: output 0" in said[0]
+    assert "never measures" in kept.messages[-1] and "no plan" not in kept.messages[-1]
     edit(report, mutated=[1])
     tuned, said = run()
     assert (tuned.source, tuned.passes) == ("tuned", ["doubled_negation"])
     assert len(said) == 1 and "writes to other inputs than it does" in said[0]
     assert run()[0].source == "plan"
+
+
+def test_apply_says_once_why_the_plan_of_a_newer_fxopt_is_not_used(run):
+    report, _ = run()
+    edit(report, schema_version=2)
+    kept, said = run(mode="apply")
+    assert (kept.source, kept.decision) == ("apply", "baseline")
+    assert len(said) == 1 and "upgrade fxopt" in said[0]
 
 
 @pytest.mark.parametrize(
