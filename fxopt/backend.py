@@ -42,6 +42,7 @@ class Backend:
         self.options, self.mode, self.patches = split_options(
             mode, options, inductor.config_keys(), inductor.list_modes(), session=session
         )
+        inductor.check_values(self.patches)
         self.session = session and self.options.freeze
         self.on_report = on_report
         self.check_weights = check_weights

@@ -87,7 +87,7 @@ class Tuning:
         from fxopt.options import split_options
         from fxopt.torch_api import inductor
 
-        split_options(None, chosen, inductor.config_keys(), inductor.list_modes())
+        inductor.check_values(split_options(None, chosen, inductor.config_keys(), inductor.list_modes())[2])
         return chosen
 
 

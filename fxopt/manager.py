@@ -10,10 +10,12 @@ import copy
 import hashlib
 import json
 import time
+import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,6 +166,7 @@ class _Attempt:
         self.trial = graph
         self.report = PassReport(p.name, p.stage.value)
         self._seen: list[tuple[Any, ...]] = []  # the trial's nodes and calls as they were last
+        self._at = ""  # the node that is being rewritten
 
     def run(self) -> bool:
         """True. What happened is in `report`, and after an error the graph that was refused in `trial`."""
@@ -182,11 +185,19 @@ class _Attempt:
         except Exception as error:
             written = held.written()
             also = f"; {written}" if written and written != str(error) else ""
-            self.report = replace(self.report, error=f"{type(error).__name__}: {error}{also}")
+            self.report = replace(self.report, error=f"{type(error).__name__}: {error}{self._where(error)}{also}")
         finally:
             if not taken:  # whatever ends the pass, Ctrl-C included
                 held.restore()
         return True
+
+    def _where(self, error: Exception) -> str:
+        """Of an error that the pass raised itself: at which node, and in which line of whose file."""
+        if isinstance(error, InvariantError):  # says which node and which rule
+            return ""
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        node = f"rewriting {self._at}, " if self._at else ""
+        return f" ({node}{Path(last.filename).name}:{last.lineno})"
 
     def _candidates(self) -> list[Candidate]:
         self._seen = _snapshot(self.trial)
@@ -234,7 +245,9 @@ class _Attempt:
         if node is None:
             self.p.finish(self.trial, self.context)
         else:
+            self._at = node.name
             self.p.rewrite(self.trial, node, self.context)
+            self._at = ""
         made = [n for n in self.trial.nodes if n not in known]
         for new in made:
             new.meta = _own(new.meta)  # which a pass may have shared with a node that stays

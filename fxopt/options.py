@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fxopt import toml_file
+from fxopt.warning import warn
 
 OWN_PREFIX = "fxopt."
 INDUCTOR_PREFIX = "inductor."
@@ -331,9 +332,11 @@ def resolve_options(
 ) -> Options:
     """Options from `given` (fxopt's own names only), then the environment, then the defaults.
 
-    An empty environment variable counts as not set. Raises UnknownOption and OptionError.
+    An empty environment variable counts as not set; one that begins with FXOPT_ and is none of fxopt's gets a warning.
+    Raises UnknownOption and OptionError.
     """
     environ = os.environ if environ is None else environ
+    _warn_of_unknown(environ)
     for name in given:
         if name not in Options.model_fields:
             raise _unknown(name, ())
@@ -352,6 +355,20 @@ def resolve_options(
     return Options(**values)
 
 
+#: environment variables that set no option
+_OTHER_VARIABLES = ("FXOPT_MODE", "FXOPT_BISECT_LOG", "FXOPT_SHARED")
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    known = [*_OTHER_VARIABLES, *(row.environment for row in describe_options() if row.environment)]
+    for name in sorted(environ):
+        if name.startswith("FXOPT_") and name not in known and not name.startswith("FXOPT_TEST_"):
+            bare = [one.removeprefix("FXOPT_") for one in known]
+            near = difflib.get_close_matches(name.removeprefix("FXOPT_"), bare, 1, 0.6)
+            hint = f"; did you mean FXOPT_{near[0]}?" if near else "; `fxopt options` lists those there are"
+            warn(f"the environment variable {name} is none of fxopt's and has no effect{hint}")
+
+
 def split_options(
     mode: str | None,
     options: Mapping[str, Any] | None,
@@ -366,7 +383,8 @@ def split_options(
     mode: "tune", "apply", a mode of Inductor (a key of `inductor_modes`), or None.
     options: fxopt's own names and Inductor's config keys ("triton.cudagraphs"), "-" and "_" alike. "fxopt."
         or "inductor." in front says whose it is; without, a name that both have is fxopt's.
-    Patches that are given win over those of an Inductor mode. Their values are left to Inductor to check.
+    Patches that are given win over those of an Inductor mode. Their values are not looked at here
+    (`fxopt.torch_api.inductor.check_values`).
     session: the caller is fxopt.optimize, which may also set what a backend cannot (`freeze`).
     Raises UnknownOption and OptionError.
     """

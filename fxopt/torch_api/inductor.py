@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import torch
 import torch._functorch.config as functorch_config
@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from fxopt.frozen import FrozenCode
+from fxopt.options import OptionError
 from fxopt.torch_api import dynamo
 
 T = TypeVar("T")
@@ -108,6 +109,18 @@ class Compiled:
         if self.kept is None:
             return self.fn
         return FrozenCode(self.fn, self.kept, {i: inputs[i] for i in self.frozen}, check_contents)
+
+
+def check_values(patches: Mapping[str, Any]) -> None:
+    """Raises OptionError for a value of another type than the key of Inductor's config has, as torch.compile does."""
+    type_of = getattr(inductor_config, "get_type", None)
+    for key, value in patches.items():
+        kind = type_of(key) if type_of is not None else None
+        # Of a union or a list torch.compile does not look at the value either.
+        if isinstance(kind, type) and get_origin(kind) is None and not isinstance(value, kind):
+            raise OptionError(
+                f"{key} is {value!r}, a {type(value).__name__}; Inductor's option of that name is a {kind.__name__}"
+            )
 
 
 def config_keys() -> frozenset[str]:

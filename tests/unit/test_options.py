@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -19,6 +21,7 @@ from fxopt.options import (
     resolve_options,
     split_options,
 )
+from fxopt.warning import FxoptWarning
 
 KEYS = {"freezing", "max_autotune", "triton.cudagraphs", "cpp.threads", "epilogue_fusion"}
 MODES = {
@@ -399,3 +402,33 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
     file.write_text("memory_bound = {")
     with pytest.raises(OptionError, match=r"limits\.toml is not TOML"):
         resolve_options({"thresholds": file})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("FXOPT_PRECISON", "did you mean FXOPT_PRECISION?"),
+        ("FXOPT_DISABEL", "did you mean FXOPT_DISABLE?"),
+        ("FXOPT_QQQQ", "`fxopt options` lists"),
+    ],
+)
+def test_a_misspelt_environment_variable_is_told(name, says):
+    with pytest.warns(FxoptWarning, match=f"{name} is none of fxopt's and has no effect.*{re.escape(says)}"):
+        resolve_options({}, environ={name: "1", "PATH": "/bin"})
+
+
+def test_variables_that_set_no_option_are_known(recwarn):
+    known = ("FXOPT_MODE", "FXOPT_PLAN_DIR", "FXOPT_BISECT", "FXOPT_BISECT_LOG", "FXOPT_DUMP", "FXOPT_VERBOSE")
+    resolve_options({}, environ=dict.fromkeys(known, ""))
+    assert not [w for w in recwarn if issubclass(w.category, FxoptWarning)]
+
+
+def test_values_of_inductors_options_have_the_types_that_torch_compile_wants():
+    from fxopt.torch_api.inductor import check_values
+
+    check_values({"max_autotune": True, "max_fusion_size": 7, "joint_custom_pre_pass": None})
+    for key, value in (("max_autotune", "banana"), ("max_autotune", 1), ("max_fusion_size", "7")):
+        with pytest.raises(OptionError, match=f"{key} is {value!r}, a {type(value).__name__}"):
+            check_values({key: value})
+        with pytest.raises(RuntimeError, match="Unexpected type"):
+            torch._TorchCompileInductorWrapper(None, {key: value}, False)
