@@ -72,6 +72,10 @@ class PairedResult:
         return 1 / (1 + self.noise) <= self.low and self.high <= 1 + self.noise
 
     @property
+    def spelled(self) -> str:
+        return f"{self.ratio:.3f}x, interval {self.low:.3f} to {self.high:.3f}, noise {self.noise:.1%}"
+
+    @property
     def decided(self) -> bool:
         return self.faster or self.slower or self.equal
 

@@ -108,7 +108,7 @@ class Search:
             if won:
                 best = first
             elif shorter:
-                first.entry.reason = "no faster by itself; stays under later passes"
+                first.entry.reason = _stays_because(first)
             del first
         while waiting:
             proposal = waiting.pop(0)
@@ -167,17 +167,14 @@ class Search:
             entry.reason = f"{timed.ratio:.2f}x as fast as the best before it"
         else:
             entry.outcome = "rejected"
-            entry.reason = (
-                f"not shown to be faster: {timed.ratio:.3f}x, interval {timed.low:.3f} to {timed.high:.3f}, "
-                f"noise {timed.noise:.1%}"
-            )
+            entry.reason = f"not shown to be faster: {timed.spelled}"
         return won, shorter
 
     def _stays(self, trial: Trial, p: Pass, stack: Sequence[Pass], shorter: bool, waiting: Sequence[Proposal]) -> bool:
         enabling = set(p.enables) & {q.name for q in waiting} and p.name not in {q.name for q in stack}
         if not (enabling or (shorter and waiting)):
             return False
-        trial.entry.reason = "no faster by itself; stays under later passes"
+        trial.entry.reason = _stays_because(trial)
         return True
 
     def _reduced(self, full: Trial, added: Sequence[str]) -> Trial:
@@ -257,3 +254,8 @@ def added_to(stack: Sequence[Pass], p: Pass, needed: Sequence[Pass]) -> list[Pas
 
 def _key(passes: Sequence[Pass]) -> frozenset[str]:
     return frozenset(f"{p.name} {p.fingerprint()}" for p in passes)
+
+
+def _stays_because(trial: Trial) -> str:
+    assert trial.entry.paired is not None
+    return f"not shown to be faster by itself ({trial.entry.paired.spelled}); stays under later passes"

@@ -299,7 +299,8 @@ class Trials:
         tied = kernels is None or kernels.as_fast  # then the wall decides
         if not (kernels is not None and kernels.faster) and not (tied and wall.faster):
             entry.outcome = "rejected"
-            entry.reason = f"not faster than the baseline in the last comparison: {(kernels or wall).ratio:.3f}x"
+            found = (kernels or wall).spelled
+            entry.reason = f"not shown to be faster than the baseline in the last comparison: {found}"
             return False
         if kernels is not None and wall.slower:
             report.messages.append(

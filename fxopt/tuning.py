@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from fxopt.tuner import Tuner
     from profiler_core.profiles import Profile
 
+NOISY = 0.1
+"""A noise floor above this is told: a tenth is what many a pass is worth."""
+
 
 class Tuning:
     """One graph on this machine.
@@ -93,6 +96,12 @@ class Tuning:
             report.messages.append("no pass answers a label of this graph")
         report.frozen = bool(kept.compiled.frozen)
         report.memory_bytes = best.entry.memory_bytes if best is not None else 0
+        if trials.noise > NOISY:
+            report.messages.append(
+                f"the same code took up to {trials.noise:.0%} longer or shorter from one measurement to the next: what "
+                "is worth less was not found. Where nothing else runs: "
+                f"`fxopt plans remove {report.key[:12]}`, and once more"
+            )
         if self._waited_s >= 1:
             report.messages.append(f"tuning waited {self._waited_s:.0f} s for others that measured on this device")
         report.output_copies = getattr(best.build.fn if best is not None else None, "output_copies", None)
