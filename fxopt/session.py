@@ -253,8 +253,9 @@ def optimize(
     if optimized._backend.calls == 0:
         message = (
             "no graph of this model reached the compiler, so it runs as before: Dynamo left it to eager (as it does "
-            "what torch.compiler.disable marks, or a class compiled "
-            "more often than its recompile limit). TORCH_LOGS=graph_breaks says where"
+            "what torch.compiler.disable marks, a class compiled more often than its recompile limit, or a model that "
+            "it left to eager earlier in this process: call torch._dynamo.reset() before fxopt.optimize). "
+            "TORCH_LOGS=graph_breaks says where"
         )
         optimized.report.messages.append(message)
         warnings.warn(f"fxopt: {message}", FxoptWarning, stacklevel=2)
