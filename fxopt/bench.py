@@ -13,7 +13,7 @@ import torch
 
 from fxopt import measure as timing
 from fxopt.report.comparison import Comparison
-from fxopt.script import Outcome, Target, Work, run
+from fxopt.script import Outcome, Target, Work, WrongFunction, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,8 @@ def measure(work: Work, options: Mapping[str, Any], *, pairs: int = 30) -> Repor
             with collect_reports() as graphs:
                 forms["fxopt"]()
         expected = _tensors(forms["eager"]())
+        if work.model is None and not graphs and not expected:
+            raise WrongFunction(work.refusal.format("no graph of it reached the compiler"))
         error = _distance(expected, _tensors(forms["fxopt"]()))
         device = next((tensor.device for tensor in expected), _device())
         if options.get("precision") == "bf16" and work.model is not None:
@@ -86,14 +88,15 @@ def _autocast(work: Work, device: torch.device) -> Callable[[], Any]:
     return call
 
 
-def work_of_program(target: Target) -> tuple[Work, Outcome]:
+def work_of_program(target: Target, before: Callable[[], None] | None = None) -> tuple[Work, Outcome]:
     """The model that a program calls most often, with the inputs of its first call. Runs the program to its end.
+    before: is called before each call that no other one makes, and may raise.
 
     Raises NothingToMeasure where it calls none, or fails before it does.
     """
     from profiler_core.collect.module_calls import watching
 
-    seen = _FirstCalls()
+    seen = _FirstCalls(before)
     with watching(seen):
         outcome = run(target)
     if outcome.interrupted:
@@ -126,7 +129,8 @@ class _FirstCalls:
 
     idle = False
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] | None = None) -> None:
+        self.before = before
         self.calls: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], bool]] = {}
         self.times: Counter[int] = Counter()
         self._depth = 0
@@ -135,6 +139,8 @@ class _FirstCalls:
         return sum(parameter.numel() for parameter in self.calls[key][0].parameters())
 
     def called(self, call: Call) -> Any:
+        if self._depth == 0 and self.before is not None:
+            self.before()
         if self._depth == 0 and isinstance(call.subject, torch.nn.Module):
             model = getattr(call.subject, "_orig_mod", call.subject)  # what torch.compile put around it
             self.times[id(model)] += 1

@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except (CliError, PlanStoreError) as error:
         print(f"fxopt: error: {error}", file=sys.stderr)
-        return 1
+        return error.code if isinstance(error, CliError) else 1
     except OptionError as error:  # a value on the command line, or in a variable that stands for one
         print(f"fxopt: error: {error}", file=sys.stderr)
         return 2

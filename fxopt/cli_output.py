@@ -14,6 +14,14 @@ from profiler_core.quantities import duration, quantity
 class CliError(Exception):
     """What the user has to read instead of a result."""
 
+    code = 1
+
+
+class WrongCommand(CliError):
+    """The command line names what cannot be run, though nothing about its form says so."""
+
+    code = 2
+
 
 class Interrupted(Exception):
     """Ctrl-C; its text says what was kept."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxopt.cli_output import CliError, Interrupted
+from fxopt.cli_output import CliError, Interrupted, WrongCommand
 from fxopt.cli_parameters import Program, Tuning, grouped
 from fxopt.cli_show import (
     Savable,
@@ -26,9 +26,10 @@ from fxopt.cli_show import (
 )
 
 if TYPE_CHECKING:
+    from fxopt.named_passes import NamedPasses
     from fxopt.report.model import GraphReport, Report
     from fxopt.rerouted import Rerouted
-    from fxopt.script import Outcome, Target
+    from fxopt.script import Outcome, Target, Work
 
 
 def quiet_kineto() -> None:
@@ -154,7 +155,7 @@ def run_profile(
             print_problem("the program ended before anything could be profiled", outcome)
         return outcome.code or 1
     except (TargetError, ProfilerError) as error:
-        raise CliError(str(error)) from error
+        raise _told(error) from error
     except Exception as error:
         return _failed(target, error)
     if outcome.code:
@@ -178,6 +179,12 @@ def _plans(graphs: Sequence[GraphReport]) -> str:
     if not kept:
         return "no graph was decided, and nothing is left behind"
     return f"{kept} graph{'s were' if kept > 1 else ' was'} decided before, and the plan{'s' * (kept > 1)} kept"
+
+
+def _told(error: Exception) -> CliError:
+    from fxopt.script import WrongFunction
+
+    return (WrongCommand if isinstance(error, WrongFunction) else CliError)(str(error))
 
 
 def _failed(target: Target, error: Exception) -> int:
@@ -210,8 +217,9 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
     quiet_kineto()
     from fxopt.report.model import Report, collect_reports
     from fxopt.rerouted import rerouted
-    from fxopt.script import Outcome, TargetError, as_main, run, work_of
+    from fxopt.script import Outcome, TargetError, WrongFunction, as_main, run, work_of
 
+    passes = _named_passes(target, options)
     wanted.say(f"running {target.command}; the first call of each graph is measured and tuned")
     outcome, state = Outcome(), None
     running = {"verbose": not wanted.quiet, **options}
@@ -220,13 +228,21 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
             with stdout_kept_for_the_result(wanted):
                 if target.kind == "function":
                     with as_main(target):
-                        report, line = _optimized_function(work_of(target), options, running)
+                        work = work_of(target, passes.check)
+                        report, line, state = _optimized_function(work, options, running)
+                    if state is not None and not (report.graphs or state.calls or state.compiled):
+                        raise WrongFunction(work.refusal.format("called no nn.Module and no torch.compile"))
                 else:
-                    with rerouted(running) as state:
+                    with rerouted(running, passes.before_a_call) as state:
                         outcome = run(target)
+                    if passes.refused:
+                        _tell_nothing_at_the_end()
+                    if passes.refused or outcome.error is None:
+                        passes.after()
                     report, line = Report(graphs=graphs), _line(state, options)
         except TargetError as error:
-            raise CliError(str(error)) from error
+            _tell_nothing_at_the_end()
+            raise _told(error) from error
         except KeyboardInterrupt:
             raise Interrupted(_plans(graphs)) from None
         except Exception as error:
@@ -236,9 +252,7 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
     if outcome.interrupted and not report.graphs:
         raise Interrupted(_plans(graphs))
     if not report.graphs:
-        from fxopt.backend import no_graph_reached
-
-        atexit.unregister(no_graph_reached)  # it would say at the end what is said here
+        _tell_nothing_at_the_end()
         failed = "nothing was optimised: the program's own error, above, came before a graph was compiled"
         print_problem(_no_graph(state) if outcome.error is None else failed, outcome)
         return outcome.code or 1
@@ -250,13 +264,38 @@ def run_optimize(target: Target, wanted: Wanted, options: dict[str, Any]) -> int
     decided = [graph for graph in report.graphs if graph.source in ("tuned", "plan")]
     for path in dict.fromkeys(graph.plan_path for graph in decided if graph.plan_path):
         wanted.say(f"plan: {path}")
-    if any(graph.source != "fallback" for graph in report.graphs):
+    if any(graph.decision == "candidate" for graph in report.graphs):
         wanted.say(f"to have it in the program:  {line}")
+    else:
+        wanted.say("nothing to put into the program: no graph got code that is better than Inductor's own")
     return outcome.code
 
 
-def _optimized_function(work: Any, options: dict[str, Any], running: dict[str, Any]) -> tuple[Report, str]:
-    """``running``: the options with those that are for this run alone."""
+def _tell_nothing_at_the_end() -> None:
+    """The backend would tell once more, as the process ends, why no graph reached it."""
+    from fxopt.backend import no_graph_reached
+
+    atexit.unregister(no_graph_reached)
+
+
+def _named_passes(target: Target, options: dict[str, Any]) -> NamedPasses:
+    """The passes that the options name. Of a script it is said now what would be refused at its first call."""
+    from fxopt.named_passes import NamedPasses
+
+    passes = NamedPasses.of(options)
+    if target.kind != "function" and (problem := passes.problem()):
+        stop = "" if problem.endswith("?") else "."
+        warn(f"{problem}{stop} The program may register one of this name, and is run up to its model")
+    return passes
+
+
+def _optimized_function(
+    work: Work, options: dict[str, Any], running: dict[str, Any]
+) -> tuple[Report, str, Rerouted | None]:
+    """The report, the line for the program, and what became of the modules of a function that does the work.
+
+    ``running``: the options with those that are for this run alone.
+    """
     import fxopt
     from fxopt.report.model import Report, collect_reports
     from fxopt.rerouted import rerouted
@@ -268,10 +307,10 @@ def _optimized_function(work: Any, options: dict[str, Any], running: dict[str, A
                 "the model is in training mode, and fxopt.optimize is for inference: call model.eval() first"
             )
         fast = fxopt.optimize(work.model, work.kwargs or work.args, **running)
-        return fast.report, f"model = fxopt.optimize(model, inputs{given})"
+        return fast.report, f"model = fxopt.optimize(model, inputs{given})", None
     with collect_reports() as graphs, rerouted(running) as state:
         work.call()
-    return Report(graphs=graphs), _line(state, options)
+    return Report(graphs=graphs), _line(state, options), state
 
 
 def _line(state: Rerouted, options: dict[str, Any]) -> str:
@@ -299,25 +338,33 @@ def run_bench(target: Target, wanted: Wanted, options: dict[str, Any], pairs: in
     quiet_kineto()
     from fxopt import bench
     from fxopt.cli_output import pairs as print_pairs
+    from fxopt.options import OptionError
     from fxopt.report import markdown
     from fxopt.report.comparison import text
     from fxopt.report.model import collect_reports
-    from fxopt.script import Outcome, TargetError, as_main, work_of
+    from fxopt.script import Outcome, TargetError, WrongFunction, as_main, work_of
 
     outcome = Outcome()
+    passes = _named_passes(target, options)
     with collect_reports() as graphs:
         try:
             with stdout_kept_for_the_result(wanted):
                 if target.kind == "function":
                     with as_main(target):
-                        work = work_of(target)
+                        work = work_of(target, passes.check)
                 else:
                     wanted.say(f"running {target.command} for its model and inputs")
-                    work, outcome = bench.work_of_program(target)
+                    work, outcome = bench.work_of_program(target, passes.before_a_call)
+                    passes.after()
                 with busy(wanted, "measuring eager, Inductor and fxopt in turns"):
                     report = bench.measure(work, options, pairs=pairs)
+        except WrongFunction as error:
+            _tell_nothing_at_the_end()
+            raise _told(error) from error
         except (TargetError, bench.NothingToMeasure) as error:
-            raise CliError(str(error)) from error
+            if passes.refused:  # so that the call was never made
+                raise OptionError(passes.refused) from None
+            raise _told(error) from error
         except KeyboardInterrupt:
             raise Interrupted(_plans(graphs)) from None
         except Exception as error:

@@ -446,7 +446,7 @@ def _unknown(given: str, inductor_keys: Collection[str]) -> UnknownOption:
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     return UnknownOption(
         f"unknown option {given!r}{hint} fxopt's options: {', '.join(known)}. "
-        "Keys of torch._inductor.config are accepted too."
+        "Keys of torch._inductor.config are accepted too"
     )
 
 

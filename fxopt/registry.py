@@ -366,6 +366,12 @@ def _known(names: Collection[str]) -> dict[str, type[Pass]]:
     return dict(_registered) if _registered.keys() >= set(names) else discover()
 
 
+def missing(names: Sequence[str]) -> list[str]:
+    """Those of the names that no pass has which is registered by now."""
+    known = _known(names)
+    return [name for name in names if name not in known]
+
+
 def select(names: Sequence[str] | None, disable: Sequence[str]) -> list[Pass]:
     """Instances of the chosen passes, in an order that keeps stages and declared constraints.
 

@@ -32,11 +32,14 @@ class Rerouted:
     left: list[str] = field(default_factory=list)
     calls: int = 0
     idle: bool = False
+    before: Callable[[], None] | None = None  # what is to be asked before a call that no other one makes
     _depth: Any = field(default_factory=threading.local)
 
     def called(self, call: Call) -> Any:
         """Compiles a module before the first of its calls that no other module makes."""
         depth = self._depth.__dict__.get("value", 0)
+        if depth == 0 and self.before is not None:
+            self.before()
         if depth == 0 and isinstance(call.subject, torch.nn.Module):
             self.calls += 1
             if not self.compiled:
@@ -65,17 +68,18 @@ class Rerouted:
 
 
 @contextmanager
-def rerouted(options: Mapping[str, Any]) -> Iterator[Rerouted]:
+def rerouted(options: Mapping[str, Any], before: Callable[[], None] | None = None) -> Iterator[Rerouted]:
     """Inside, torch.compile compiles with profile_guided under ``options``, whatever mode and options of Inductor's it
     is given besides; and where the program has not called it, the outermost modules that are called are compiled in
     place. All of it is undone on leaving.
 
-    A backend that is neither Inductor nor this one was chosen for what it does, and is left alone.
+    A backend that is neither Inductor nor this one was chosen for what it does, and is left alone. before: is called
+    before each call that no other one makes, and may raise.
     """
     from profiler_core.collect.module_calls import watching
 
     original = torch.compile
-    state = Rerouted(dict(options), original)
+    state = Rerouted(dict(options), original, before=before)
 
     @functools.wraps(original)
     def compile(model: Any = None, **given: Any) -> Any:

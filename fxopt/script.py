@@ -34,6 +34,10 @@ class TargetError(Exception):
     """What was to be run is not there; the message says what, where and what to do."""
 
 
+class WrongFunction(TargetError):
+    """A function that is none, or that returns neither (model, inputs) nor the result of its work."""
+
+
 @dataclass(frozen=True)
 class Target:
     """What is to be run: ``kind`` is "script" (a file, a folder or an archive with a ``__main__.py``), "module" or
@@ -153,9 +157,30 @@ def function_of(target: Target) -> Callable[[], Any]:
             near = did_you_mean(part, [known for known in dir(found) if not known.startswith("_")])
             raise TargetError(f"{target.name}: {owner} has no {part!r}{near}")
         found = getattr(found, part)
-    if not callable(found):
-        raise TargetError(f"{target.name}: {type(found).__name__} is not a function")
-    return found
+    kind = f"a {type(found).__name__}"
+    if isinstance(found, type):
+        kind = "a class"
+    elif callable(found) and not _is_module(found):
+        return found
+    raise WrongFunction(
+        f"{target.name} is {kind}, not a function: name one that returns (model, inputs), or that does the work"
+    )
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def told(value: Any) -> str:
+    """What a function returned, in words: "a Linear", "a tuple (Linear, Tensor)"."""
+    if value is None:
+        return "None"
+    if isinstance(value, (tuple, list)):
+        held = ", ".join(type(item).__name__ for item in value[:4]) + (", ..." if len(value) > 4 else "")
+        return f"a {type(value).__name__} ({held})"
+    return f"a {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
 
 
 @dataclass(frozen=True)
@@ -166,16 +191,20 @@ class Work:
     model: torch.nn.Module | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    refusal: str = ""  # of a function that does the work: what to say where it turns out to do none
 
 
-def work_of(target: Target) -> Work:
+def work_of(target: Target, imported: Callable[[], None] | None = None) -> Work:
     """The function's own work, or, where it returns ``(model, inputs)``, the model's call with them.
 
-    Inputs: a tuple or list of positional arguments, a dict of keyword arguments, or one value.
+    Inputs: a tuple or list of positional arguments, a dict of keyword arguments, or one value. imported: is called
+    once the function's module has been imported, before the function is. Raises :class:`WrongFunction`.
     """
     import torch
 
     function = function_of(target)
+    if imported is not None:
+        imported()
     try:
         made = function()
     except TypeError as error:
@@ -185,8 +214,13 @@ def work_of(target: Target) -> Work:
                 "returns (model, inputs)"
             ) from None
         raise
+    _refuse_models(target, made)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
-        return Work(function)
+        return Work(
+            function,
+            refusal=f"{target.name} returned {told(made)}, not (model, inputs), and {{}}: return model, (x,), or call "
+            "the model in the function",
+        )
     model, inputs = made
     args: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, (tuple, list)) else ()
     kwargs = dict(inputs) if isinstance(inputs, dict) else {}
@@ -198,6 +232,21 @@ def work_of(target: Target) -> Work:
             return model(*args, **kwargs)
 
     return Work(call, model, args, kwargs)
+
+
+def _refuse_models(target: Target, made: Any) -> None:
+    """Raises WrongFunction where a model is returned and it is not clear with what it is called: the work of such a
+    function would be to build it.
+    """
+    held = list(made.values()) if isinstance(made, dict) else list(made) if isinstance(made, (tuple, list)) else [made]
+    models = [isinstance(item, type) or _is_module(item) for item in held]
+    if not any(models) or (isinstance(made, tuple) and models == [True, False] and not isinstance(made[0], type)):
+        return
+    remedy = "return model, (x,)"
+    if isinstance(made, tuple) and models[:1] == [True] and not any(models[1:]) and len(made) > 2:
+        names = ", ".join("xyzuvw"[: len(made) - 1])
+        remedy = f"all inputs belong into one tuple: return model, ({names})"
+    raise WrongFunction(f"{target.name} returned {told(made)}, not (model, inputs): {remedy}")
 
 
 def run_profiled(
@@ -233,7 +282,10 @@ def _profiled_function(target: Target, skip: int, calls: int, counters: str | No
 
     with as_main(target):
         work = work_of(target)
-        return profile(work.call, iterations=calls, warmup=skip, counters=counters, lines=lines, own=[own_folder()])
+        found = profile(work.call, iterations=calls, warmup=skip, counters=counters, lines=lines, own=[own_folder()])
+    if work.model is None and found.window.empty:
+        raise WrongFunction(work.refusal.format("ran no operator"))
+    return found
 
 
 def own_folder() -> str:

@@ -205,7 +205,8 @@ def _unknown(held: Sequence[Part], name: str) -> str:
         return f"no node is named {name[:80]!r}; did you mean {' or '.join(repr(n[:80]) for n in near)}?"
     longest = ", ".join(n[:80] for n in names[:5])
     return (
-        f"no node is named {name[:80]!r}; the ones that take most time are {longest} (`nodes` lists all {len(names)})"
+        f"no node is named {name[:80]!r}; the ones that take most time are {longest} (all {len(names)}: fxopt report "
+        "FILE --json)"
     )
 
 

@@ -20,8 +20,7 @@ def test_a_program_that_compiles_nothing_runs_on_the_backend(tmp_path, capsys):
     report = json.loads(captured.out)
     assert [graph["source"] for graph in report["graphs"]] == ["apply"]
     assert "package ran ['3']" in captured.err  # its own output makes way for the JSON
-    line = 'model = torch.compile(model, backend="profile_guided", options={"mode": "apply"})'
-    assert line in captured.err
+    assert "to have it in the program" not in captured.err  # for nothing was kept
     assert Report.from_json(json.loads(saved.read_text())).graphs[0].source == "apply"
 
 
@@ -29,7 +28,7 @@ def test_of_a_function_the_model_is_optimised_with_its_weights_held_constant(cap
     assert run(["optimize", "package.model:encoder_and_inputs", "-o", "mode=apply", "--json"]) == 0
     captured = capsys.readouterr()
     assert [graph["source"] for graph in json.loads(captured.out)["graphs"]] == ["apply"]
-    assert 'model = fxopt.optimize(model, inputs, mode="apply")' in captured.err
+    assert "to have it in the program" not in captured.err
 
 
 def test_a_program_without_a_model_is_told(tmp_path, capsys):

@@ -101,7 +101,7 @@ def test_a_script_that_fails_before_a_graph_is_not_told_that_it_has_none(failing
 def test_an_error_of_fxopts_own_is_not_told_as_the_programs(failing, tmp_path, monkeypatch) -> None:
     from fxopt import measure
 
-    (tmp_path / "working_module.py").write_text("def work():\n    return 1\n")
+    (tmp_path / "working_module.py").write_text("import torch\n\n\ndef work():\n    return torch.ones(2)\n")
     monkeypatch.delattr(measure, "noise_floor")
     with pytest.raises(AttributeError, match="noise_floor"):
         run(["bench", "working_module:work", "--quiet"])
