@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from fxopt.cli_show import option_values
+from fxopt.cli_show import check_file, check_folder, option_values
 
 if TYPE_CHECKING:
     from fxopt.script import Target
@@ -87,7 +87,13 @@ class Tuning:
         from fxopt.options import split_options
         from fxopt.torch_api import inductor
 
-        inductor.check_values(split_options(None, chosen, inductor.config_keys(), inductor.list_modes())[2])
+        resolved, _, patches = split_options(None, chosen, inductor.config_keys(), inductor.list_modes())
+        inductor.check_values(patches)
+        if (report := resolved.report) is not None:  # whose folder is made
+            is_there = report.absolute().parent.is_dir()
+            (check_file if is_there else check_folder)("option 'report':", report if is_there else report.parent)
+        if resolved.dump is not None:
+            check_folder("option 'dump':", resolved.dump)
         return chosen
 
 

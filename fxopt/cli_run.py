@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxopt.cli_output import CliError, Interrupted, WrongCommand
+from fxopt.cli_output import CliError, Interrupted, WrongCommand, did_you_mean
 from fxopt.cli_parameters import Program, Tuning, grouped
 from fxopt.cli_show import (
     Savable,
     Wanted,
     busy,
     ceilings_here,
+    files_of,
     present,
     program_command,
     shown_options,
     spelt,
     stdout_kept_for_the_result,
     warn,
-    write_files,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def add_commands(app: typer.Typer) -> None:
         Next: with --save profile.json, fxopt explain NODE profile.json; and fxopt optimize for what can be done.
         """
         wanted.check()
+        check_counters(counters)
         raise typer.Exit(run_profile(program.target(), wanted, skip, calls, whole, counters, no_ceilings))
 
     @app.command("optimize", cls=command, short_help="Run a program faster, and say what was done and gained.")
@@ -127,6 +128,15 @@ def add_commands(app: typer.Typer) -> None:
         wanted.check()
         chosen = tuning.options()
         raise typer.Exit(run_bench(program.target(), wanted, chosen, pairs))
+
+
+def check_counters(wanted: str | None) -> None:
+    """Raises WrongCommand for what is no set of counters: a script and a CPU have none, and would not say so."""
+    from profiler_core.counting import COUNTER_SETS
+
+    if wanted is not None and wanted not in COUNTER_SETS:
+        near = did_you_mean(wanted, COUNTER_SETS)
+        raise WrongCommand(f"--counters {wanted}: no set of counters; there are {', '.join(COUNTER_SETS)}{near}")
 
 
 def run_profile(
@@ -373,11 +383,11 @@ def run_bench(target: Target, wanted: Wanted, options: dict[str, Any], pairs: in
     assert found is not None
     for note in found.notes:
         warn(note)
-    write_files(report, wanted)
-    if wanted.as_json:
-        print_pairs(found.to_json(), True)
-    elif wanted.markdown:
-        print("\n\n".join(markdown.compared(found)))
-    elif not wanted.quiet:
-        print(text(found))
+    with files_of(report, wanted):
+        if wanted.as_json:
+            print_pairs(found.to_json(), True)
+        elif wanted.markdown:
+            print("\n\n".join(markdown.compared(found)))
+        elif not wanted.quiet:
+            print(text(found))
     return outcome.code

@@ -38,15 +38,11 @@ class Wanted:
         """Before anything runs. Raises CliError for files that cannot be written, and for two forms at once."""
         if self.markdown and self.as_json:
             raise CliError("--json and --markdown both print on stdout: give one of them")
+        if self.html is not None and self.save is not None and self.html.absolute() == self.save.absolute():
+            raise CliError(f"--html and --save both write {self.html}: give each a file of its own")
         for name, path in (("--html", self.html), ("--save", self.save)):
-            if path is None:
-                continue
-            if path.is_dir():
-                raise CliError(f"{name} {path}: this is a folder; give the name of a file in it")
-            if not path.absolute().parent.is_dir():
-                raise CliError(f"{name} {path}: there is no folder {path.absolute().parent}; make it first")
-            if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-                raise CliError(f"{name} {path}: no permission to write it; give another place")
+            if path is not None:
+                check_file(name, path)
 
     @property
     def to_stdout(self) -> bool:
@@ -66,6 +62,26 @@ class Savable(Wanted):
     save: Annotated[
         Path | None, typer.Option("--save", help="Write it as JSON, which `fxopt report` shows again.", metavar="OUT")
     ] = None
+
+
+def check_file(name: str, path: Path) -> None:
+    """Raises CliError for a file that cannot be written; `name` is what names it on the command line."""
+    from profiler_core.files import why_not_written
+
+    if os.path.isdir(path):
+        raise CliError(f"{name} {path}: this is a folder; give the name of a file in it")
+    if not os.path.isdir(path.absolute().parent):
+        raise CliError(f"{name} {path}: there is no folder {path.absolute().parent}; make it first")
+    if why := why_not_written(path):
+        raise CliError(f"{name} {path} cannot be written: {why}; give another place")
+
+
+def check_folder(name: str, path: Path) -> None:
+    """The same of a folder for files, which is made where it is missing."""
+    from profiler_core.files import why_no_folder
+
+    if why := why_no_folder(path):
+        raise CliError(f"{name} {path}: no file can be made there: {why}; give another place")
 
 
 def warn(text: str) -> None:
@@ -101,34 +117,52 @@ def present(subject: Any, wanted: Wanted, **known: Any) -> None:
 
     ``known`` goes to the page of a bare profile: its ceilings.
     """
-    write_files(subject, wanted, **known)
-    if wanted.as_json:
-        print(json.dumps(subject.to_json(), allow_nan=False))
-    elif wanted.markdown:
-        from fxopt.report import markdown
+    with files_of(subject, wanted, **known):
+        if wanted.as_json:
+            print(json.dumps(subject.to_json(), allow_nan=False))
+        elif wanted.markdown:
+            from fxopt.report import markdown
 
-        print(markdown.render(subject))
-    elif not wanted.quiet:
-        _terminal(subject)
+            print(markdown.render(subject))
+        elif not wanted.quiet:
+            _terminal(subject)
 
 
-def write_files(subject: Any, wanted: Wanted, **known: Any) -> None:
-    """Those of the forms that are files."""
+@contextlib.contextmanager
+def files_of(subject: Any, wanted: Wanted, **known: Any) -> Iterator[None]:
+    """Writes those of the forms that are files. Raises CliError where one could not be written, but only on leaving:
+    what took minutes to measure is shown all the same.
+    """
+    failed = []
+    for write, path in ((_write_saved, wanted.save), (_write_page, wanted.html)):
+        if path is None:
+            continue
+        try:
+            write(subject, path, wanted, **known)
+        except OSError as error:
+            failed.append(f"{path} cannot be written: {error.strerror or error}")
+    yield
+    if failed:
+        raise CliError(f"{'; '.join(failed)}; give another place")
+
+
+def _write_saved(subject: Any, path: Path, wanted: Wanted, **_known: Any) -> None:
     from profiler_core.profiles import Profile
 
-    if wanted.save is not None:
-        if isinstance(subject, Profile):
-            subject.save(wanted.save)
-        else:
-            from fxopt.report import sources
+    if isinstance(subject, Profile):
+        subject.save(path)
+    else:
+        from fxopt.report import sources
 
-            sources.write(subject, wanted.save)
-        wanted.say(f"saved {wanted.save}; fxopt report {wanted.save} shows it again")
-    if wanted.html is not None:
-        from fxopt.report import html
+        sources.write(subject, path)
+    wanted.say(f"saved {path}; fxopt report {path} shows it again")
 
-        html.write(subject, wanted.html, **known)
-        wanted.say(f"wrote {wanted.html}: one page, readable without a network")
+
+def _write_page(subject: Any, path: Path, wanted: Wanted, **known: Any) -> None:
+    from fxopt.report import html
+
+    html.write(subject, path, **known)
+    wanted.say(f"wrote {path}: one page, readable without a network")
 
 
 def _terminal(subject: Any) -> None:

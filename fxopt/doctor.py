@@ -296,13 +296,13 @@ def _reports() -> Iterator[Finding]:
 
 def _folder() -> Iterator[Finding]:
     from fxopt.options import resolve_options
+    from profiler_core.files import why_no_folder
 
     root = resolve_options({}).plan_root
-    above = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    if os.access(above, os.W_OK):
-        yield Finding("plans", "yes", f"kept in {root}")
+    if why := why_no_folder(root):
+        yield Finding("plans", "no", f"{root} cannot be written to: {why}", "set FXOPT_PLAN_DIR to a folder of yours")
     else:
-        yield Finding("plans", "no", f"{root} cannot be written to", "set FXOPT_PLAN_DIR to a folder of yours")
+        yield Finding("plans", "yes", f"kept in {root}")
 
 
 def usable(findings: list[Finding]) -> bool:

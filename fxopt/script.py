@@ -53,7 +53,7 @@ class Target:
         """Raises :class:`TargetError` where there is no such file."""
         if module:
             return cls("module", name, tuple(arguments))
-        if Path(name).exists():
+        if os.path.exists(name):  # Path's own raises for a name that is too long
             return cls("script", name, tuple(arguments))
         owner, colon, function = name.partition(":")
         if colon and function and all(part.isidentifier() for part in owner.split(".")):

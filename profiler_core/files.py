@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -12,7 +14,13 @@ from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader finds the old file or the whole new one; the folder is made. Raises OSError."""
+    """Write `text` so that a reader finds the old file or the whole new one; the folder is made. Raises OSError.
+
+    What is no file (/dev/null, /dev/stdout, a pipe) is written into, and not replaced by one.
+    """
+    if _is_stream(path):
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
@@ -25,6 +33,44 @@ def write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def why_not_written(path: Path) -> str:
+    """Why the file cannot be written, found out by writing one; "" where it can. Leaves nothing behind.
+
+    What a file system refuses shows in no permission (/proc takes none of root's files), so that asking tells nothing.
+    """
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        return os.strerror(errno.EACCES)
+    if _is_stream(path):
+        return ""
+    there = os.path.lexists(path)  # then it is replaced by one that is written beside it
+    probe = path.with_name(f".{path.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.tmp") if there else path
+    return _refusal(lambda: os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)), probe.unlink)
+
+
+def why_no_folder(path: Path) -> str:
+    """Why no file can be made in the folder, which need not be there yet; "" where one can. Leaves nothing behind."""
+    path = path.absolute()
+    if os.path.isdir(path):
+        return why_not_written(path / f".{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    above = next(folder for folder in path.parents if os.path.exists(folder))
+    probe = path if above == path.parent else path.parents[len(path.parts) - len(above.parts) - 2]
+    return _refusal(probe.mkdir, probe.rmdir)
+
+
+def _refusal(make: Callable[[], object], remove: Callable[[], object]) -> str:
+    try:
+        make()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        return getattr(error, "strerror", None) or str(error)
+    with suppress(OSError):
+        remove()
+    return ""
+
+
+def _is_stream(path: Path) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)  # Path's own may raise
 
 
 def plain(value: Any) -> Any:

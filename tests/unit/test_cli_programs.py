@@ -182,3 +182,117 @@ def test_a_sentence_ends_with_one_full_stop() -> None:
     model = torch.compile(torch.nn.Linear(2, 2), backend="profile_guided", options={"nosuch": 1})
     with pytest.warns(UserWarning, match=r"accepted too\. The model runs on plain Inductor\."):
         model(torch.ones(1, 2))
+
+
+# ---- sets of counters, and files that cannot be written ----
+
+
+@pytest.mark.parametrize(("counters", "near"), [("lots", ""), ("3", ""), ("Quick", "; did you mean 'quick'?")])
+def test_what_is_no_set_of_counters_is_refused_before_the_program_runs(programs, capsys, counters, near) -> None:
+    assert run(["profile", "script.py", "--counters", counters]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"fxopt: error: --counters {counters}: no set of counters; there are none, quick, full{near}\n"
+    )
+
+
+def unwritable(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
+    """As root sees /proc: no permission is missing, and no file can be made."""
+    import os
+
+    original, make = os.open, Path.mkdir
+
+    def refusing(path: object, *arguments: object, **options: object) -> int:
+        if any(str(path).startswith(str(place)) for place in places):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return original(path, *arguments, **options)  # type: ignore[arg-type]
+
+    def no_folder(path: Path, *arguments: object, **options: object) -> None:
+        if any(str(path).startswith(str(place)) for place in places):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        make(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(Path, "mkdir", no_folder)
+
+
+@pytest.mark.parametrize("command", ["profile", "optimize", "bench"])
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_a_file_that_cannot_be_written_is_told_before_the_program_runs(
+    programs, capsys, monkeypatch, command: str, option: str
+) -> None:
+    file = programs / "proc" / "x.json"
+    file.parent.mkdir()
+    unwritable(monkeypatch, file.parent)
+    assert run([command, "script.py", option, str(file)]) == 1
+    captured = capsys.readouterr()
+    said = f"{option} {file} cannot be written: No such file or directory; give another place"
+    assert captured.err == f"fxopt: error: {said}\n" and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("report=proc/x.json", "'report': proc/x.json cannot"), ("dump=proc/dumps", "'dump': proc/dumps: no file can")],
+)
+def test_so_are_the_files_of_options(programs, capsys, monkeypatch, option: str, said: str) -> None:
+    (programs / "proc").mkdir()
+    unwritable(monkeypatch, Path("proc"), programs / "proc")
+    assert run(["optimize", "script.py", "-o", option]) == 1
+    captured = capsys.readouterr()
+    assert f"fxopt: error: option {said} be" in captured.err and captured.out == ""
+
+
+def test_one_file_for_two_forms_is_refused(programs, capsys) -> None:
+    assert run(["profile", "script.py", "--save", "x", "--html", "./x"]) == 1
+    assert "--html and --save both write x: give each a file of its own" in capsys.readouterr().err
+
+
+def test_looking_whether_files_can_be_written_leaves_nothing_behind(tmp_path) -> None:
+    from profiler_core.files import why_no_folder, why_not_written
+
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = sorted(tmp_path.iterdir())
+    for name in ("new", "old", "link"):
+        assert why_not_written(tmp_path / name) == ""
+    for place in (tmp_path, tmp_path / "a", tmp_path / "a" / "b" / "c"):
+        assert why_no_folder(place) == ""
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "old").read_text() == "old"
+    assert "directory" in why_no_folder(tmp_path / "old" / "b" / "c") and why_no_folder(tmp_path / "old")
+    assert "name too long" in why_not_written(tmp_path / ("x" * 300)).lower()
+
+
+def test_what_fails_later_is_one_line_after_the_result(programs, capsys, monkeypatch) -> None:
+    from fxopt.report import html, sources
+    from fxopt.report.model import GraphReport, Report
+
+    sources.write(Report(graphs=[GraphReport(key="a")]), "saved.json")
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device", ".page.html.12.tmp")
+
+    monkeypatch.setattr(html, "write", full)
+    assert run(["report", "saved.json", "--html", "page.html", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "fxopt: error: page.html cannot be written: No space left on device; give another place\n"
+    )
+    assert '"graphs"' in captured.out
+
+
+def test_a_stream_is_written_into_and_not_replaced(tmp_path) -> None:
+    import os
+    import threading
+
+    from profiler_core.files import why_not_written, write_atomically
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert why_not_written(pipe) == ""
+    write_atomically(pipe, "text")
+    reader.join(10)
+    assert read == ["text"] and pipe.is_fifo()

@@ -64,3 +64,19 @@ def test_one_check_that_fails_hides_no_other(monkeypatch):
     found = examined()
     assert found["tools"].state == "no" and "no permission" in found["tools"].found
     assert "plans" in found
+
+
+@pytest.mark.parametrize("place", ["plans", "plans/below/it"])
+def test_a_folder_for_plans_is_tried_and_not_only_looked_at(monkeypatch, tmp_path, place):
+    """As root sees /proc: no permission is missing, and nothing can be made there."""
+    monkeypatch.setenv("FXOPT_PLAN_DIR", str(tmp_path / place))
+    (found,) = doctor._folder()
+    assert (found.state, found.found) == ("yes", f"kept in {tmp_path / place}") and not any(tmp_path.iterdir())
+
+    def refuse(path, *arguments, **options):
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", refuse)
+    (found,) = doctor._folder()
+    assert (found.state, found.found) == ("no", f"{tmp_path / place} cannot be written to: No such file or directory")
+    assert found.remedy == "set FXOPT_PLAN_DIR to a folder of yours"
