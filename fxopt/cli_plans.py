@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ from fxopt.cli_output import CliError, pairs, rows, spelled, taught
 if TYPE_CHECKING:
     import typer
 
-    from fxopt.plan import Plan, PlanStore
+    from fxopt.plan import Plan, PlanRow, PlanStore
 
 #: differs between any two plans, and says nothing of why they do
 _OWN = ("key", "created", "machines", "tuning_seconds")
@@ -45,7 +46,12 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
     @plans.command("list", help=taught("The plans, newest first.", "fxopt plans list", then="fxopt plans show KEY"))
     def plans_list(plan_dir: Path | None = plan_dir_option, as_json: bool = as_json_option) -> None:
         store = _store(plan_dir)
-        rows(_plans(store), as_json, f"no plans in {store.plans_dir}")
+        found = store.list()
+        rows(_plans(found), as_json, f"no plans in {store.plans_dir}")
+        for row in found:
+            if row.broken:
+                remedy = f"`fxopt plans remove {row.key[:12]}` deletes it"
+                print(f"fxopt: warning: {row.path} is broken at {row.problem}; {remedy}", file=sys.stderr)
 
     @plans.command(
         "show",
@@ -123,13 +129,13 @@ def _store(plan_dir: Path | None) -> PlanStore:
 
 
 def _load(store: PlanStore, key: str) -> Plan:
-    plan = store.load(_full_key(store, key))
+    plan = store.read(_full_key(store, key))
     if plan is None:
         raise CliError(f"the plan {key} has just been removed")
     return plan
 
 
-def _plans(store: PlanStore) -> list[dict[str, Any]]:
+def _plans(found: Sequence[PlanRow]) -> list[dict[str, Any]]:
     return [
         {
             "key": row.key[:12],
@@ -140,7 +146,7 @@ def _plans(store: PlanStore) -> list[dict[str, Any]]:
             "bytes": row.bytes,
             "problem": row.problem,
         }
-        for row in store.list()
+        for row in found
     ]
 
 

@@ -52,12 +52,14 @@ class PlanCorrupt(PlanStoreError):
     """A plan file that does not hold a plan of its name.
 
     file: the plan's path.  place: the line and column, or the field.  reason: what is wrong there.
-    set_aside: where the file lies now, or None where it could not be moved.
+    set_aside: where the file lies now, or None where it was not moved. read: by what only reads, and moves nothing.
     """
 
-    def __init__(self, file: Path, place: str, reason: str, set_aside: Path | None) -> None:
+    def __init__(self, file: Path, place: str, reason: str, set_aside: Path | None, *, read: bool = False) -> None:
         self.file, self.place, self.reason, self.set_aside = file, place, reason, set_aside
-        if set_aside is not None:
+        if read:
+            remedy = f"It was left in place: `fxopt plans remove {file.stem[:12]}` deletes it"
+        elif set_aside is not None:
             remedy = f"It was set aside as {set_aside.name}; the next tuning run writes a new plan."
         else:
             remedy = (
@@ -144,7 +146,9 @@ class Plan(BaseModel):
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One file of the store, for a listing. `problem` says why it cannot be read, and is "" where it can."""
+    """One file of the store, for a listing. `problem` says why it cannot be read, and is "" where it can; of a `broken`
+    one no version of fxopt can make anything.
+    """
 
     key: str
     path: Path
@@ -154,6 +158,7 @@ class PlanRow:
     freeze: bool = False
     passes: tuple[str, ...] = ()
     problem: str = ""
+    broken: bool = False
 
 
 class _Broken(ValueError):
@@ -195,21 +200,34 @@ class PlanStore:
         return self.plans_dir / f"{key}.json"
 
     def load(self, key: str) -> Plan | None:
-        """The plan of that key, or None where there is none.
+        """The plan of that key, to be used: it then counts as used last. None where there is none.
 
         Raises PlanCorrupt (the file is then set aside), PlanNewer, or PlanStoreError where it cannot be read.
         """
         path = self.path(key)
+        plan = self._parsed(path, key, set_aside=True)
+        if plan is None:
+            return None
+        with suppress(OSError):  # a store that is only read: what is deleted first is then what was written first
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        return plan
+
+    def read(self, key: str) -> Plan | None:
+        """The plan of that key, to be looked at, or None where there is none. Changes nothing in the store.
+
+        Raises PlanCorrupt, PlanNewer, or PlanStoreError where it cannot be read.
+        """
+        return self._parsed(self.path(key), key, set_aside=False)
+
+    def _parsed(self, path: Path, key: str, *, set_aside: bool) -> Plan | None:
         content = _read(path)
         if content is None:
             return None
         try:
-            plan = _parse(content, key, path)
+            return _parse(content, key, path)
         except _Broken as broken:
-            raise PlanCorrupt(path, broken.place, broken.reason, self._set_aside(path, content)) from None
-        with suppress(OSError):  # a store that is only read: what is deleted first is then what was written first
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-        return plan
+            aside = self._set_aside(path, content) if set_aside else None
+            raise PlanCorrupt(path, broken.place, broken.reason, aside, read=not set_aside) from None
 
     def save(self, plan: Plan) -> Path:
         """Writes the plan in place of an earlier one of its key, which stands after a PlanStoreError."""
@@ -264,7 +282,7 @@ class PlanStore:
         except FileNotFoundError:
             return None
         except (_Broken, PlanStoreError) as error:
-            return PlanRow(key, path, size, problem=str(error))
+            return PlanRow(key, path, size, problem=str(error), broken=isinstance(error, _Broken))
         names = tuple(use.name for use in plan.passes)
         return PlanRow(key, path, size, plan.created, plan.decision, plan.freeze, names)
 

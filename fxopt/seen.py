@@ -46,11 +46,11 @@ def sightings(store: PlanStore, name: str) -> tuple[list[Sighting], list[str]]:
     """Every plan of the store in which pass `name` was considered, newest first; and what could not be read."""
     found, problems = [], []
     for row in store.list():
-        if row.problem:  # `list` leaves a broken file in place; `load` would set it aside
+        if row.problem:
             problems.append(f"{row.path}: {row.problem}")
             continue
         try:
-            plan = store.load(row.key)
+            plan = store.read(row.key)
             seen = None if plan is None else sighting(plan, name)
         except PlanStoreError as error:
             problems.append(str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ class ReportFileError(ValueError):
     """A file that holds no report, profile or plan; the message names the file, the place and the remedy."""
 
 
+_PLAN_FILE = re.compile(r"[0-9a-f]{64}\.json")  # as the plan store names them
 _AGAIN = "write it again, or read it with the version of fxopt that wrote it"
 _TRACES = {
     "kineto": "a trace of torch.profiler",
@@ -53,8 +55,11 @@ def read(path: str | os.PathLike[str]) -> Report | Profile:
     except ProfileFormatError as error:
         text = str(error)
         raise ReportFileError(text if text.startswith(str(path)) else f"{path}: {text}; {_AGAIN}") from error
-    except ReportFileError:
-        raise
+    except ReportFileError as error:
+        if not _PLAN_FILE.fullmatch(path.name):
+            raise
+        remedy = f"`fxopt plans remove {path.name[:12]}` deletes a broken plan, and tuning writes a new one"
+        raise ReportFileError(f"{error}; {remedy}") from error
     except ValueError as error:
         raise ReportFileError(f"{path}: {error}; {_AGAIN}") from error
     if "traceEvents" in data:

@@ -390,8 +390,44 @@ def test_a_broken_plan_is_an_error_without_a_traceback(capsys, store):
     store.path(KEY).write_text("{")
     assert run(["plans", "show", KEY]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("fxopt: error: plan file ") and "set aside" in error
+    assert error.startswith(f"fxopt: error: plan file {store.path(KEY)} is broken at line 1, column 2")
+    assert error.endswith(f"It was left in place: `fxopt plans remove {KEY[:12]}` deletes it\n")
     assert "Traceback" not in error
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_commands_that_only_read_change_nothing_in_the_store(capsys, store):
+    broken = plan_key(graph="two")
+    store.path(broken).write_text("{")
+    before = contents(store.root)
+    page = str(store.path(broken))
+    for words in (
+        ["plans", "list"],
+        ["plans", "show", KEY],
+        ["plans", "show", broken],
+        ["plans", "diff", KEY, broken],
+        ["passes", "show", "freeze_weights"],
+        ["report", page],
+        ["diff", page, page],
+        ["explain", "addmm", page],
+    ):
+        run(words)
+        captured = capsys.readouterr()
+        assert "set aside" not in captured.err
+        said = f"fxopt plans remove {broken[:12]}` deletes"
+        assert (said in captured.err) == (broken in words or page in words or words == ["plans", "list"]), words
+    assert contents(store.root) == before
+    assert run(["plans", "remove", broken]) == 0 and not store.path(broken).exists()
+
+
+def test_looking_at_a_plan_does_not_count_as_its_use(store, monkeypatch):
+    touched = []
+    monkeypatch.setattr(os, "utime", lambda path, **_times: touched.append(path))
+    assert store.read(KEY) is not None and not touched
+    assert store.load(KEY) is not None and touched == [store.path(KEY)]
 
 
 def test_a_bad_environment_variable_is_an_error_that_names_it(capsys, monkeypatch):
