@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fxopt.cli_output import CliError, pairs, rows, spelled, taught
+from fxopt.cli_output import CliError, WrongCommand, pairs, rows, spelled, taught
 
 if TYPE_CHECKING:
     import typer
 
     from fxopt.plan import Plan, PlanRow, PlanStore
 
+EVERY = 10**9  # more plans than a store holds
 #: differs between any two plans, and says nothing of why they do
 _OWN = ("key", "created", "machines", "tuning_seconds")
 
@@ -86,16 +87,59 @@ def commands(markup: Literal["rich"] | None) -> typer.Typer:
     @plans.command(
         "remove",
         help=taught(
-            "Deletes one plan: the next tuning run measures again.", "fxopt plans remove 3f2a", then="fxopt optimize"
+            "Deletes one plan, all, or old ones: the next tuning run measures again.",
+            "fxopt plans remove 3f2a",
+            "fxopt plans remove --older-than 30",
+            then="fxopt optimize",
         ),
     )
-    def plans_remove(key: str = key_argument, plan_dir: Path | None = plan_dir_option) -> None:
+    def plans_remove(
+        key: str | None = typer.Argument(None, help="A plan's key, or the beginning of one.", metavar="KEY"),
+        every: bool = typer.Option(False, "--all", help="Every plan, and what was set aside as broken."),
+        older_than: float | None = typer.Option(
+            None, "--older-than", help="Those that were decided so many days ago or earlier.", metavar="DAYS", min=0
+        ),
+        yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask whether several are to be deleted."),
+        plan_dir: Path | None = plan_dir_option,
+    ) -> None:
+        if (key is not None) + every + (older_than is not None) != 1:
+            raise WrongCommand("plans remove takes one of KEY, --all and --older-than DAYS")
         store = _store(plan_dir)
-        full = _full_key(store, key)
-        store.remove(full)
-        print(f"removed {store.path(full)}")
+        if key is not None:
+            full = _full_key(store, key)
+            store.remove(full)
+            print(f"removed {store.path(full)}")
+            return
+        _remove_several(store, older_than or 0.0, yes)
 
     return plans
+
+
+def _remove_several(store: PlanStore, days: float, yes: bool) -> None:
+    """Deletes the plans that are so many days old, and the files set aside of which that holds, after a question."""
+    import time
+    from contextlib import suppress
+
+    import typer
+
+    keys = [row.key for row in store.list(limit=EVERY) if row.age_days >= days]
+    broken = [path for path in store.set_aside() if time.time() - path.stat().st_mtime >= days * 86400]
+    if not keys and not broken:
+        print(f"no plans to remove in {store.plans_dir}", file=sys.stderr)
+        return
+    what = f"{len(keys)} plan{'s' * (len(keys) != 1)}"
+    what += f" and {len(broken)} set aside as broken" if broken else ""
+    if not yes:
+        if not sys.stdin.isatty():
+            raise CliError(f"{what} in {store.plans_dir} would be deleted, and nobody can be asked here: give --yes")
+        if not typer.confirm(f"Delete {what} in {store.plans_dir}?", err=True):
+            raise CliError("nothing was removed")
+    for key in keys:
+        store.remove(key)
+    for path in broken:
+        with suppress(OSError):
+            path.unlink()
+    print(f"removed {what} in {store.plans_dir}")
 
 
 def differences(one: Plan, other: Plan) -> list[dict[str, Any]]:
@@ -140,7 +184,12 @@ def _plans(found: Sequence[PlanRow]) -> list[dict[str, Any]]:
         {
             "key": row.key[:12],
             "created": row.created,
+            "of": row.of,
+            "inputs": list(row.inputs),
+            "device": row.device,
+            "precision": row.precision,
             "decision": row.decision,
+            "ratio": row.ratio,
             "frozen": row.freeze,
             "passes": list(row.passes),
             "bytes": row.bytes,
@@ -151,7 +200,7 @@ def _plans(found: Sequence[PlanRow]) -> list[dict[str, Any]]:
 
 
 def _full_key(store: PlanStore, beginning: str) -> str:
-    rows = store.list()
+    rows = store.list(limit=EVERY)
     keys = [row.key for row in rows if beginning and row.key.startswith(beginning)]
     if len(keys) == 1:
         return keys[0]

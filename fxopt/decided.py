@@ -24,12 +24,14 @@ def decided(
     device: torch.device,
     seconds: float,
     parts: Mapping[str, Any],
+    graph: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of the code whose measurements are in `report`, which learns after how many calls tuning has paid.
 
     passes: those that are kept, none where Inductor's own code is. patches: the caller's Inductor options. origins:
     pre-grad nodes by post-grad node. mutated: numbers of the inputs that the graph writes to. seconds: spent on tuning.
     parts: of the plan's key; their digests tell later why another graph does not find this plan.
+    graph: what tells this plan from others, for a listing (`fxopt.identity.in_words`).
     """
     profile = report.profile
     assert profile is not None, "a plan is made of what was measured"
@@ -50,6 +52,7 @@ def decided(
         origins={name: list(pre_grad) for name, pre_grad in origins.items()},
         mutated=sorted(mutated),
         profile={
+            "graph": dict(graph or {}),
             "kernel_ns": profile.kernel_ns,
             "wall_ns": profile.wall_ns,
             "attributed_share": profile.attributed_share,

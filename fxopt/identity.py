@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import fxopt
 from fxopt.fingerprints import module_digest
 from fxopt.plan import plan_key
 from fxopt.torch_api import inductor
-from fxopt.torch_api.dynamo import is_fake
+from fxopt.torch_api.dynamo import compiled_from, is_fake
 from profiler_core.environment import cpu
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -43,6 +43,28 @@ def describe_input(value: Any) -> Any:
         }
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
+    return type(value).__name__
+
+
+def in_words(
+    gm: fx.GraphModule, inputs: Sequence[Any], static: Collection[int], precision: str | float
+) -> dict[str, Any]:
+    """What a person tells graphs apart by, as JSON data: what it was compiled from, the inputs of a call, the number of
+    operators, and the precision that was asked for. No part of the key.
+    """
+    calls = ("call_function", "call_method", "call_module")
+    return {
+        "of": compiled_from(gm),
+        "inputs": [_short(value) for position, value in enumerate(inputs) if position not in static],
+        "operators": sum(node.op in calls for node in gm.graph.nodes),
+        "precision": str(precision),
+    }
+
+
+def _short(value: Any) -> str:
+    """A tensor as "float32[4, 8]"."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     return type(value).__name__
 
 

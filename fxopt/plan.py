@@ -159,6 +159,21 @@ class PlanRow:
     passes: tuple[str, ...] = ()
     problem: str = ""
     broken: bool = False
+    written: float = 0.0  # seconds since the epoch
+    of: str = ""  # the function or model that the graph was compiled from, "" in plans of older versions
+    inputs: tuple[str, ...] = ()
+    precision: str = ""
+    device: str = ""
+    ratio: float | None = None  # baseline over kept code, where something was kept
+
+    @property
+    def age_days(self) -> float:
+        """Since the decision; of what says no date, since the file was written."""
+        try:
+            made = datetime.fromisoformat(self.created).timestamp()
+        except ValueError:
+            made = self.written
+        return (time.time() - made) / 86400
 
 
 class _Broken(ValueError):
@@ -257,6 +272,10 @@ class PlanStore:
         rows = (self._row(path) for _, path in sorted(files, reverse=True)[:limit])
         return [row for row in rows if row is not None]
 
+    def set_aside(self) -> Sequence[Path]:
+        """The files that were found broken and moved out of the way."""
+        return sorted(self.plans_dir.glob("*.json.corrupt.*"))
+
     def remove(self, key: str) -> bool:
         """Deletes the plan of that key; False where there is none."""
         path = self.path(key)
@@ -272,9 +291,10 @@ class PlanStore:
         return True
 
     def _row(self, path: Path) -> PlanRow | None:
-        key, size = path.stem, 0
+        key, size, written = path.stem, 0, 0.0
         try:
-            size = path.stat().st_size
+            status = path.stat()
+            size, written = status.st_size, status.st_mtime
             content = _read(path)
             if content is None:
                 return None
@@ -282,9 +302,27 @@ class PlanStore:
         except FileNotFoundError:
             return None
         except (_Broken, PlanStoreError) as error:
-            return PlanRow(key, path, size, problem=str(error), broken=isinstance(error, _Broken))
-        names = tuple(use.name for use in plan.passes)
-        return PlanRow(key, path, size, plan.created, plan.decision, plan.freeze, names)
+            return PlanRow(
+                key, path, size, problem=str(error), broken=isinstance(error, _Broken), written=written
+            )
+        graph = plan.profile.get("graph")
+        told = graph if isinstance(graph, dict) else {}
+        inputs, ratio = told.get("inputs"), (plan.paired or {}).get("ratio")
+        return PlanRow(
+            key,
+            path,
+            size,
+            plan.created,
+            plan.decision,
+            plan.freeze,
+            tuple(use.name for use in plan.passes),
+            written=written,
+            of=str(told.get("of") or ""),
+            inputs=tuple(map(str, inputs)) if isinstance(inputs, list) else (),
+            precision=str(told.get("precision") or ""),
+            device=str(plan.environment.get("device_name") or plan.environment.get("device_type") or ""),
+            ratio=ratio if plan.decision == "candidate" and isinstance(ratio, float) else None,
+        )
 
     def _set_aside(self, path: Path, content: bytes) -> Path | None:
         try:

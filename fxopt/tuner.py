@@ -60,6 +60,8 @@ class Tuner:
             self.fingerprints = [(p.name, p.fingerprint()) for p in self.passes]
         self.started = time.perf_counter()
         self.report.compile_id = dynamo.current_compile_id()
+        # Now, for Dynamo knows what it is tracing while it traces.
+        self.in_words = identity.in_words(self.gm, self.inputs, self.static, self.options.precision)
         self._written: Plan | None = None
 
     # -- the way through ------------------------------------------------------------------------------------------

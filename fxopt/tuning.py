@@ -313,6 +313,7 @@ class Tuning:
             device=self.device,
             seconds=time.perf_counter() - self.tuner.started,
             parts=self.tuner.parts,
+            graph=self.tuner.in_words,
         )
         try:
             self.tuner.store.save(self.written)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -482,3 +483,19 @@ def backend_loaded(name: str) -> bool:
     from torch._dynamo.backends import registry
 
     return name in registry._COMPILER_FNS
+
+
+def compiled_from(gm: fx.GraphModule) -> str:
+    """What the graph was compiled from, for people: "Encoder (model.py:12)" of a model's own forward, "step
+    (train.py:7)" of a function, "Linear" of a model of torch's; "" where Dynamo does not tell.
+    """
+    torchs = str(torch.__file__).removesuffix("__init__.py")
+    context = TracingContext.try_get()
+    for code in getattr(context, "traced_code", None) or ():
+        if not code.co_filename.startswith(torchs):
+            qualified = getattr(code, "co_qualname", code.co_name)  # Python 3.10 knows the name alone
+            name = qualified.rpartition("<locals>.")[2].removesuffix(".forward")
+            return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
+    outermost = next((next(iter(stack.values()))[1] for stack in stacks if stack), "")
+    return outermost.__name__ if isinstance(outermost, type) else str(outermost).rpartition(".")[2]

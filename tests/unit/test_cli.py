@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -363,6 +363,81 @@ def test_plans_remove_deletes_the_plan(capsys, store):
     assert run(["plans", "remove", KEY[:8]]) == 0
     assert str(store.path(KEY)) in capsys.readouterr().out
     assert store.load(KEY) is None
+
+
+def told(key: str, created: str = "2020-01-01T00:00:00+00:00", **more: Any) -> Plan:
+    graph = {"of": "Encoder (model.py:12)", "inputs": ["float32[4, 8]", "int"], "operators": 3, "precision": "bf16"}
+    return Plan(
+        key=key,
+        created=created,
+        decision="candidate",
+        profile={"graph": graph},
+        paired={"ratio": 1.5, "low": 1.4, "high": 1.6},
+        environment={"device_name": "NVIDIA H200"},
+        **more,
+    )
+
+
+def test_plans_list_tells_what_sets_plans_apart(capsys, store):
+    other = plan_key(graph="two")
+    store.save(told(other))
+    assert run(["plans", "list"]) == 0
+    listed = {row["key"]: row for row in rows(capsys.readouterr().out)}
+    names = ("of", "inputs", "device", "precision", "ratio")
+    assert tuple(listed[other[:12]][name] for name in names) == (
+        "Encoder (model.py:12)",
+        "float32[4, 8], int",
+        "NVIDIA H200",
+        "bf16",
+        "1.5",
+    )
+    assert {listed[KEY[:12]][name] for name in names} == {""}  # a plan of an older version says nothing of it
+    assert run(["plans", "list", "--json"]) == 0
+    ratios = {row["key"]: row["ratio"] for row in json.loads(capsys.readouterr().out)}
+    assert ratios == {KEY[:12]: None, other[:12]: 1.5}
+
+
+def test_plans_remove_all_takes_broken_ones_and_those_set_aside_too(capsys, store):
+    store.path(plan_key(graph="two")).write_text("{")
+    aside = store.path(KEY).with_name(f"{KEY}.json.corrupt.1")
+    aside.write_text("{")
+    assert run(["plans", "remove", "--all", "--yes"]) == 0
+    assert capsys.readouterr().out == f"removed 2 plans and 1 set aside as broken in {store.plans_dir}\n"
+    assert not list(store.plans_dir.glob("*.json*"))
+    assert run(["plans", "remove", "--all", "--yes"]) == 0
+    assert f"no plans to remove in {store.plans_dir}" in capsys.readouterr().err
+
+
+def test_plans_remove_older_than_goes_by_the_date_of_the_decision(capsys, store):
+    old, broken = plan_key(graph="old"), plan_key(graph="two")
+    store.save(told(old))
+    store.path(broken).write_text("{")
+    assert run(["plans", "remove", "--older-than", "30", "--yes"]) == 0
+    assert capsys.readouterr().out == f"removed 1 plan in {store.plans_dir}\n"
+    assert store.read(old) is None and store.read(KEY) is not None and store.path(broken).exists()
+    os.utime(store.path(broken), (1000, 1000))  # of a broken one the file's date is what there is
+    assert run(["plans", "remove", "--older-than", "30", "--yes"]) == 0
+    assert not store.path(broken).exists() and store.read(KEY) is not None
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, False), ("n\n", 1, True)])
+def test_plans_remove_asks_before_it_deletes_several(capsys, store, monkeypatch, answer, code, left):
+    import io
+
+    assert run(["plans", "remove", "--all"]) == 1
+    assert "1 plan in" in (said := capsys.readouterr().err) and "give --yes" in said and store.read(KEY)
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert run(["plans", "remove", "--all"]) == code
+    assert (store.read(KEY) is not None) == left
+    assert ("nothing was removed" in capsys.readouterr().err) == left
+
+
+@pytest.mark.parametrize("words", [[], ["3f", "--all"], ["--all", "--older-than", "3"], ["--older-than", "-1"]])
+def test_plans_remove_takes_one_way_to_say_which(capsys, store, words):
+    assert run(["plans", "remove", *words]) == 2
+    assert store.read(KEY) is not None
 
 
 @pytest.mark.parametrize("command", ["show", "remove"])
