@@ -91,17 +91,17 @@ class Tuning:
                 passes = best.passes if best is not None else []
                 report.ablation = trials.ablate(passes)
                 report.ablation += ablation.not_kept(report.candidates, passes, report.out_of_reach)
+            if trials.noise > NOISY:
+                report.messages.append(
+                    f"the same code took up to {trials.noise:.0%} longer or shorter from one measurement to the next: "
+                    "what is worth less was not found. Where nothing else runs: "
+                    f"`fxopt plans remove {report.key[:12]}`, and once more"
+                )
         kept = best.build if best is not None else baseline
         if best is None and not report.candidates and not report.out_of_reach:
             report.messages.append("no pass answers a label of this graph")
         report.frozen = bool(kept.compiled.frozen)
         report.memory_bytes = best.entry.memory_bytes if best is not None else 0
-        if trials.noise > NOISY:
-            report.messages.append(
-                f"the same code took up to {trials.noise:.0%} longer or shorter from one measurement to the next: what "
-                "is worth less was not found. Where nothing else runs: "
-                f"`fxopt plans remove {report.key[:12]}`, and once more"
-            )
         if self._waited_s >= 1:
             report.messages.append(f"tuning waited {self._waited_s:.0f} s for others that measured on this device")
         report.output_copies = getattr(best.build.fn if best is not None else None, "output_copies", None)
