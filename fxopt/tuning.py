@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from fxopt.tuner import Tuner
     from profiler_core.profiles import Profile
 
-NOISY = 0.1
-"""A noise floor above this is told: a tenth is what many a pass is worth."""
+NOISY = 0.5
+"""A noise floor above this is told: hardly a pass is worth as much, so that nothing can have been found."""
 
 
 class Tuning:
