@@ -103,19 +103,25 @@ def _path(value: Any) -> Any:
 
 def _thresholds(value: Any) -> tuple[tuple[str, float], ...]:
     """Thresholds from a mapping, flat ("rule.metric") or by rule, or from a TOML file of the same form."""
+    file = None
     if isinstance(value, (str, os.PathLike)):
-        value = toml_file.read(Path(value).expanduser()) if os.fspath(value) else {}
+        file = Path(value).expanduser() if os.fspath(value) else None
+        value = toml_file.read(file) if file is not None else {}
     if isinstance(value, tuple):
         value = dict(value)
     if not isinstance(value, Mapping):
-        raise ValueError("not a mapping and not a file")
+        raise ValueError(f"thresholds is {value!r}, not a mapping of names to numbers and not a TOML file of them")
     flat: dict[str, float] = {}
     for name, entry in value.items():
         of_rule = isinstance(entry, Mapping)
         flat.update({f"{name}.{key}": number for key, number in entry.items()} if of_rule else {name: entry})
     from fxopt.rules import thresholds
 
-    thresholds(flat)  # an unknown name, or a value that is no number, is said now rather than while tuning
+    for name, number in flat.items():  # what cannot be is said now rather than while tuning
+        try:
+            thresholds({name: number})
+        except ValueError as error:
+            raise ValueError(f"{toml_file.place(file, str(name)) if file is not None else ''}{error}") from None
     return tuple(sorted((name, float(number)) for name, number in flat.items()))
 
 
@@ -483,5 +489,7 @@ def _parse(name: str, value: Any, source: str) -> Any:
         allowed = _extra(Options.model_fields[name], "allowed")
         # Of a file or of many names "allowed" says too little.
         causes = error.errors() if isinstance(error, ValidationError) and name == "thresholds" else []
-        why = "".join(f" ({cause['ctx']['error']})" for cause in causes if "error" in cause.get("ctx", {}))
-        raise OptionError(f"{name} is {value!r}, from {source}; allowed: {allowed}{why}") from error
+        why = [str(cause["ctx"]["error"]) for cause in causes if "error" in cause.get("ctx", {})]
+        if why:
+            raise OptionError(f"{'; '.join(why)} ({source})") from error
+        raise OptionError(f"{name} is {value!r}, from {source}; allowed: {allowed}") from error

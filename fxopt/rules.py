@@ -60,7 +60,7 @@ def thresholds(overrides: Mapping[str, float] | None = None, rules: tuple[Rule, 
 
     Raises:
         UnknownThreshold: a name that no rule has; the message lists those like it.
-        ValueError: a value that is not a finite number.
+        ValueError: a value that is not a finite number, or beyond what the metric can be.
     """
     table = RULES if rules is None else rules
     known = {f"{rule.name}.{name}": value for rule in table for name, value in rule.thresholds.items()}
@@ -70,8 +70,29 @@ def thresholds(overrides: Mapping[str, float] | None = None, rules: tuple[Rule, 
             raise UnknownThreshold(
                 f"no threshold is named {name!r}; there are {', '.join(near)} (`fxopt rules` lists all {len(known)})"
             )
-        known[name] = _finite(name, value)
+        known[name] = _possible(name, value)
     return known
+
+
+#: What a metric can be at most: thresholds beyond are a slip of the unit, such as 15 for a share of 0.15. None is below
+#: zero. A fraction of a rate that was measured may be above 1, and has no bound.
+_MOST = {
+    **dict.fromkeys(("arithmetic", "busiest", "dram_throughput", "l2_throughput", "sm_throughput"), (100, "per cent")),
+    **dict.fromkeys(("tensor_active", "theoretical_occupancy"), (100, "per cent")),
+    **dict.fromkeys(("cast_share", "excess_share", "layout_share", "opaque_share", "spill_share"), (1, "a share")),
+    **dict.fromkeys(("grid_efficiency", "launch_gap", "occupancy_reached", "sm_active"), (1, "a share")),
+    "threads_per_instruction": (32, "threads of a warp"),
+}
+
+
+def _possible(name: str, value: Any) -> float:
+    number = _finite(name, value)
+    most, unit = _MOST.get(name.rpartition(".")[2], (None, ""))
+    if most is not None and not 0 <= number <= most:
+        raise ValueError(f"threshold {name!r} is {number:g}, expected {unit} from 0 to {most}")
+    if number < 0:
+        raise ValueError(f"threshold {name!r} is {number:g}, expected 0 or more")
+    return number
 
 
 def _finite(name: str, value: Any) -> float:

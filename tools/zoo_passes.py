@@ -64,13 +64,13 @@ def _form(value: torch.Tensor) -> str:
 
 #: thresholds under which every rule that needs no counters fires on every kernel
 LABELS_EVERYWHERE = {
-    "launch_bound.launch_gap": -1.0,
-    "memory_bound_modelled.bandwidth_fraction": -1.0,
-    "compute_bound_modelled.flop_fraction": -1.0,
-    "tensor_core_idle_modelled.rate_ratio": -1.0,
-    "tensor_core_idle_modelled.time_over_floor": -1.0,
+    "launch_bound.launch_gap": 0.0,
+    "memory_bound_modelled.bandwidth_fraction": 0.0,
+    "compute_bound_modelled.flop_fraction": 0.0,
+    "tensor_core_idle_modelled.rate_ratio": 0.0,
+    "tensor_core_idle_modelled.time_over_floor": 0.0,
     "latency_bound_modelled.roofline_fraction": 1e9,
-    "layout_conversion.layout_share": -1.0,
-    "cast_traffic.cast_share": -1.0,
-    "opaque_library.opaque_share": -1.0,
+    "layout_conversion.layout_share": 0.0,
+    "cast_traffic.cast_share": 0.0,
+    "opaque_library.opaque_share": 0.0,
 }

@@ -388,7 +388,11 @@ def test_thresholds_come_from_a_mapping_and_bear_on_the_plan():
         ({"memory_bound.dram": 1}, "memory_bound.dram_throughput"),
         ({"memory_bound.dram_throughput": "high"}, "expected a finite number"),
         ({"memory_bound.dram_throughput": True}, "expected a finite number"),
-        ("no/such/file.toml", "cannot be read"),
+        ("no/such/file.toml", r"^no/such/file\.toml cannot be read: No such file"),
+        ({"launch_bound.launch_gap": -0.1}, "^threshold 'launch_bound.launch_gap' is -0.1, expected a share"),
+        ({"launch_bound.launch_gap": 15}, "expected a share from 0 to 1"),
+        ({"memory_bound.dram_throughput": 101}, "expected per cent from 0 to 100"),
+        ({"excess_traffic.traffic_ratio": -1}, "expected 0 or more"),
         (3, "not a mapping"),
     ],
 )
@@ -400,8 +404,40 @@ def test_thresholds_that_cannot_be_used_are_refused_with_the_reason(given, messa
 def test_a_file_that_is_not_toml_is_named(tmp_path):
     file = tmp_path / "limits.toml"
     file.write_text("memory_bound = {")
-    with pytest.raises(OptionError, match=r"limits\.toml is not TOML"):
+    with pytest.raises(OptionError, match=rf"^{re.escape(str(file))}, .*: this is not TOML: "):
         resolve_options({"thresholds": file})
+    file.write_bytes(b"\xff")
+    with pytest.raises(OptionError, match=rf"^{re.escape(str(file))}, byte 0: this is not UTF-8"):
+        resolve_options({"thresholds": file})
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("# mine\n[memory_bound]\ndram_throughput = 70\nnothing here\n", 4, "this is not TOML"),
+        ("# mine\n[memory_bound]\n\ndram_throughput = -70\n", 4, "threshold 'memory_bound.dram_throughput' is -70"),
+        ("[divergent]\nthreads_per_instruction = 4\n[memory_bound]\ndram = 1\n", 4, "no threshold is named"),
+        ('# mine\n"memory_bound.dram_throughput" = "high"\n', 2, "threshold 'memory_bound.dram_throughput' is 'high'"),
+        ("memory_bound . dram_throughput = 1e9\n", 1, "threshold 'memory_bound.dram_throughput' is 1e+09"),
+        ("\nmemory_bound = {dram_throughput = nan}\n", 2, "threshold 'memory_bound.dram_throughput' is 'nan'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_thresholds_comes_first_with_its_line(tmp_path, text, line, message):
+    file = tmp_path / "limits.toml"
+    file.write_text(text)
+    with pytest.raises(OptionError) as refused:
+        resolve_options({}, environ={"FXOPT_THRESHOLDS": str(file)})
+    said = str(refused.value)
+    assert said.startswith(f"{file}, line {line}") and message in said
+    assert said.endswith("(environment variable FXOPT_THRESHOLDS)")
+
+
+def test_every_rule_keeps_to_the_ranges_of_its_thresholds():
+    from fxopt.rules import RULES, thresholds
+
+    assert thresholds(thresholds()) == thresholds()
+    for bound in (0, 1):  # within every range
+        assert thresholds({f"{rule.name}.{name}": bound for rule in RULES for name in rule.thresholds})
 
 
 @pytest.mark.parametrize(
