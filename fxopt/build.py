@@ -82,10 +82,15 @@ class Build:
         return all(map(at_work, self.reports))
 
     @property
+    def constants(self) -> list[torch.Tensor]:
+        """The tensors that the code holds, some of which may be the model's own parameters."""
+        return list(self.compiled.constants.values())
+
+    @property
     def memory_bytes(self) -> int:
-        """Memory of the constants that the code holds, some of which may be the model's own parameters."""
+        """Memory of the constants."""
         sizes: dict[int, int] = {}
-        for tensor in self.compiled.constants.values():
+        for tensor in self.constants:
             # A oneDNN-packed tensor is opaque: it has no storage to look at, only a size.
             opaque = tensor.is_mkldnn
             key = id(tensor) if opaque else tensor.untyped_storage().data_ptr()

@@ -33,6 +33,7 @@ class FrozenCode:
         self, fn: Callable[..., Any], kept: Sequence[int], frozen: dict[int, torch.Tensor], check_contents: bool = True
     ) -> None:
         self._fn = fn
+        self._run = self._first
         positions = sorted(frozen)
         self._pick, self._pick_kept = picker(positions), picker(kept)
         self._tensors = [frozen[i] for i in positions]
@@ -67,7 +68,13 @@ class FrozenCode:
                 raise StaleWeights("the weights folded into this code have changed")
             if samples.changed():
                 raise StaleWeights("the weights folded into this code have changed, unseen by torch (through .data?)")
-        return self._fn(*self._pick_kept(args))
+        return self._run(*self._pick_kept(args))
+
+    def _first(self, *args: Any) -> Any:
+        """The first call, after which the code knows what is to run, without anything around it (`OwnOutputs`)."""
+        outputs = self._fn(*args)
+        self._run = getattr(self._fn, "settled", None) or self._fn
+        return outputs
 
 
 def picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

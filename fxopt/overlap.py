@@ -8,7 +8,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,14 +59,7 @@ class OverlapWatch:
         return found
 
     def _any_meet(self, args: Sequence[Any]) -> bool:
-        spans = sorted((*_addresses(args[i]), i) for i in self._watched if args[i].numel())
-        for n, (_, end, i) in enumerate(spans):
-            for low, _, j in spans[n + 1 :]:
-                if low >= end:
-                    break
-                if (i in self._written or j in self._written) and _meet(args[i], args[j]):
-                    return True
-        return False
+        return any(True for _ in meeting({i: args[i] for i in self._watched}, self._written))
 
     def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, but for calls with overlapping inputs, which run the captured graph."""
@@ -75,6 +68,19 @@ class OverlapWatch:
             return self.captured(*args) if self.overlap(args) else fn(*args)
 
         return checked
+
+
+def meeting(
+    tensors: Mapping[int, torch.Tensor], wanted: Container[int] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Pairs of strided tensors, by position, that have an element in common; of all, or of those with one `wanted`."""
+    spans = sorted((*_addresses(tensor), i) for i, tensor in tensors.items() if tensor.numel())
+    for n, (_, end, i) in enumerate(spans):
+        for low, _, j in spans[n + 1 :]:
+            if low >= end:
+                break
+            if (wanted is None or i in wanted or j in wanted) and _meet(tensors[i], tensors[j]):
+                yield min(i, j), max(i, j)
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + int(span) + 1
 
 
-def _copy_group(members: list[torch.Tensor], raise_to_fp64: bool) -> list[torch.Tensor]:
+def copies_together(members: list[torch.Tensor], raise_to_fp64: bool = False) -> list[torch.Tensor]:
     """Copies of tensors that view one storage, viewing one new storage at the same offsets and strides."""
     dtypes = {member.dtype for member in members}
     if len(dtypes) > 1:
@@ -118,7 +118,7 @@ def _copy_inputs(inputs: Sequence[Any], shared: Collection[int], raise_to_fp64: 
             if any(index in shared for index in group):
                 continue
             members = [inputs[index].detach() for index in group]
-            for index, tensor in zip(group, _copy_group(members, raise_to_fp64), strict=True):
+            for index, tensor in zip(group, copies_together(members, raise_to_fp64), strict=True):
                 copies[index] = tensor
         for index, value in enumerate(inputs):
             if isinstance(value, torch.Tensor) and index not in grouped and index not in shared:

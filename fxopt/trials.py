@@ -197,6 +197,7 @@ class Trials:
                     self.budget,
                     logits=self.options.logits,
                     gradients=self.calls.gradients,
+                    constants=build.constants,
                 )
             if not entry.verdict.ok:
                 entry.outcome, entry.reason = "rejected", f"wrong: {entry.verdict.reason}"

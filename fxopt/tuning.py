@@ -268,6 +268,7 @@ class Tuning:
                     self.tuner.budget,
                     logits=self.options.logits,
                     gradients=calls.gradients,
+                    constants=build.constants,
                 )
         report.verdict = verdict
         if not verdict.ok:

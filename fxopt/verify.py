@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from fxopt.fresh import fresh_inputs
 from fxopt.numerics import CHUNK, Errors, compare, same
+from fxopt.overlap import meeting
+from fxopt.own_outputs import memory_of
 from fxopt.precision import FP32_FLOOR, FP64_FLOOR, Budget, Precision, parse_precision
 from fxopt.reference import Float64Mode, Reference, clone_inputs, reference, storage_groups
 
@@ -75,12 +78,13 @@ class Verdict:
 
 @dataclass
 class _Observed:
-    """One run: outputs (copied, because a CUDA graph overwrites its own), the input each one aliases, and the
-    inputs afterwards."""
+    """One run: outputs (copied, because a CUDA graph overwrites its own), what each one aliases, which have elements in
+    common, and the inputs afterwards."""
 
     outputs: list[Any]
     strides: list[tuple[int, ...]]
-    aliases: list[tuple[int, int] | None]  # (input, storage offset)
+    aliases: list[tuple[str, int] | None]  # (what, storage offset)
+    meeting: set[tuple[int, int]]
     inputs: list[Any]
 
 
@@ -115,6 +119,7 @@ def verify(
     *,
     logits: bool | None = None,
     gradients: Gradients | None = None,
+    constants: Collection[torch.Tensor] = (),
 ) -> Verdict:
     """Compare ``candidate`` and ``baseline`` (called with the flat inputs, returning a tuple or list) on
     every set of inputs.
@@ -123,7 +128,8 @@ def verify(
     that are parameters; they are shared between runs, copied only where the graph writes them, and restored
     if the candidate does. gradients: both also take the cotangents, and return the gradients
     (``fxopt.training.Gradients.of``), which are judged as outputs are, but for strides and aliasing, which
-    nobody sees of them. logits: True checks top-1 agreement, False does not, None decides by shape
+    nobody sees of them. constants: what the candidate's code holds, of which no output may be a part: whoever
+    writes to it would change later calls. logits: True checks top-1 agreement, False does not, None decides by shape
     (LOGITS_WIDTH). Every run gets fresh copies of the inputs and the same random seed; the caller's
     generators are left alone. A candidate that raises fails; errors of the baseline or the graph propagate.
     ValueError without input sets.
@@ -132,7 +138,7 @@ def verify(
         raise ValueError("verify needs at least one set of inputs")
     tally = _Tally(budget)
     for number, inputs in enumerate(input_sets):
-        _check_set(tally, number, candidate, baseline, gm, inputs, set(static), logits, gradients)
+        _check_set(tally, number, candidate, baseline, gm, inputs, set(static), logits, gradients, constants)
         tally.verdict = replace(tally.verdict, checked=number + 1)
         if tally.failures:
             reason = f"input set {number}: " + "; ".join(tally.failures[:5])
@@ -152,14 +158,18 @@ def _check_set(
     static: set[int],
     logits: bool | None,
     gradients: Gradients | None,
+    constants: Collection[torch.Tensor],
 ) -> None:
     devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
     with _seeded(devices, seed):
         truth = reference(gm, inputs, gradients)
     shared = static - truth.mutated
-    right = _observe(baseline, inputs, shared, devices, seed)
+    taken = gradients.inputs if gradients is not None else ()
+    attributes = [(f"attribute {name}", value) for name, value in (*gm.named_parameters(), *gm.named_buffers())]
+    held = [*(("a constant of the code", value) for value in constants), *attributes]
+    right = _observe(baseline, inputs, shared, devices, seed, held, len(taken))
     try:
-        tried = _observe(candidate, inputs, shared, devices, seed)
+        tried = _observe(candidate, inputs, shared, devices, seed, held, len(taken))
     except Exception as error:  # whatever a candidate raises, it has failed
         tally.failures.append(f"the candidate raised {type(error).__name__}: {error}")
         return
@@ -179,7 +189,6 @@ def _check_set(
         return
     if len(true_outputs) != len(right.outputs):
         raise ValueError(f"the graph returns {len(true_outputs)} outputs, the baseline {len(right.outputs)}")
-    taken = gradients.inputs if gradients is not None else ()
     count = len(right.outputs) - len(taken)  # gradients come after the outputs
     logit_outputs = _logit_outputs(right.outputs[:count], logits)
     for index, true in enumerate(true_outputs):
@@ -194,6 +203,9 @@ def _check_set(
             if index in logit_outputs:
                 true = right.outputs[index] if true is None else true
                 _check_top1(tally, index, true, right.outputs[index], tried.outputs[index], limit)
+    for i, j in sorted(tried.meeting ^ right.meeting):
+        now, before = ("share memory", "do not") if (i, j) in tried.meeting else ("share no memory", "do")
+        tally.failures.append(f"outputs {i} and {j} {now}, in the baseline they {before}")
     for index, original in enumerate(inputs):
         if isinstance(original, torch.Tensor) and index not in shared:
             true = None if truth.random else truth.inputs[index]
@@ -218,21 +230,27 @@ def _observe(
     shared: set[int],
     devices: Collection[torch.device],
     seed: int,
+    held: Sequence[tuple[str, torch.Tensor]],
+    gradients: int,
 ) -> _Observed:
+    """held: what an output may be a part of beside inputs. gradients: how many of the results, the last, are such."""
     arguments = clone_inputs(inputs, shared)
-    owner: dict[tuple[torch.device, int], int] = {}
+    owner = {memory_of(value): name for name, value in held}
     for group in storage_groups(arguments):
         value = arguments[group[0]]
-        owner[value.device, value.untyped_storage().data_ptr()] = group[0]
+        owner[value.device, value.untyped_storage().data_ptr()] = f"input {group[0]}"
     with _seeded(devices, seed), torch.no_grad():
         results = tree_leaves(run(*arguments))
-    seen = _Observed([], [], [], arguments)
-    for value in results:
+    seen = _Observed([], [], [], set(), arguments)
+    places = [memory_of(value) if isinstance(value, torch.Tensor) else None for value in results]
+    for value, place in zip(results, places, strict=True):
         strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        key = (value.device, value.untyped_storage().data_ptr()) if strided and value.numel() else None
-        seen.aliases.append((owner[key], value.storage_offset()) if key in owner else None)
+        seen.aliases.append((owner[place], value.storage_offset()) if place is not None and place in owner else None)
         seen.strides.append(_significant_strides(value) if strided else ())
         seen.outputs.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
+    outputs = range(len(results) - gradients)
+    several = Counter(places[i] for i in outputs)
+    seen.meeting = set(meeting({i: results[i] for i in outputs if places[i] is not None and several[places[i]] > 1}))
     return seen
 
 
@@ -282,8 +300,8 @@ def _spelt(value: Any) -> str:
     return str(tuple(value) if isinstance(value, torch.Size) else value)
 
 
-def _alias(alias: tuple[int, int] | None) -> str:
-    return "aliases no input" if alias is None else f"aliases input {alias[0]} at offset {alias[1]}"
+def _alias(alias: tuple[str, int] | None) -> str:
+    return "aliases no input" if alias is None else f"aliases {alias[0]} at offset {alias[1]}"
 
 
 def _check_input(tally: _Tally, index: int, original: Any, true: Any, right: Any, tried: Any) -> None:

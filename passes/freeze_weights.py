@@ -5,7 +5,8 @@ cast_traffic, where a weight is transposed or cast on every call. Weights are fo
 transposed, cast or packed copy is made once instead of on every call (on the CPU, Inductor's linear packing for oneDNN
 needs it). Batch normalisation in evaluation mode is folded into the convolution or linear layer before it, in fp32: the
 first Inductor does by itself, the second it is asked for. Only `fxopt.optimize` may do this: `torch.compile` promises
-that a parameter changed between calls is seen.
+that a parameter changed between calls is seen. An output that is left a constant is copied in each call
+(`fxopt.own_outputs`): the caller may write to it.
 Refuses buffers and parameters that the graph writes to, and graphs with gradients.
 """
 

@@ -193,6 +193,17 @@ def storage_of(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata
 
 
+def own_outputs(gm: fx.GraphModule) -> dict[int, Any]:
+    """Positions of the outputs in memory that Dynamo's graph allocates itself, and what tells it from any other's."""
+    given = {storage_of(node) for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")} - {None}
+    found: dict[int, Any] = {}
+    returned: Any = gm.graph.output_node().args[0]
+    for position, node in enumerate(returned):
+        if isinstance(node, fx.Node) and (memory := storage_of(node)) not in given:
+            found[position] = node.name if memory is None else memory
+    return found
+
+
 def _value(node: fx.Node) -> Any:
     """What is known of a node's value, in Dynamo's graph or in an ATen one."""
     return node.meta.get("example_value", node.meta.get("val"))

@@ -27,6 +27,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from fxopt.frozen import FrozenCode
 from fxopt.options import OptionError
+from fxopt.own_outputs import OwnOutputs
 from fxopt.torch_api import dynamo
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class Compiled:
     """The result of one compilation.
 
     fn: takes the inputs at `kept` (all of them unless weights were frozen) as positional arguments and returns a
-        list or tuple of outputs, exactly as Inductor made it.
+        list or tuple of outputs, exactly as Inductor made it; of frozen weights, with outputs of its own (OwnOutputs).
     kept: positions of Dynamo's inputs that `fn` takes, or None for all of them.
     graph: Inductor's CompiledFxGraph, None where a cache served the code or the graph was empty.
     post_grad: the graph that Inductor lowered, None on a cache hit.
@@ -330,6 +331,9 @@ def compile_graph(
         fn, kept, seen, scope = attempt(autograd_cache=False)
 
     graph, backward = _with_source(seen.graph), seen.backward
+    constants = _constants(graph) if graph is not None else _attributes(seen.post_grad)
+    if freeze:
+        fn = OwnOutputs(fn, dynamo.own_outputs(gm), constants.values())
     offset = len(inputs) - len(kept) if kept is not None else 0
     return Compiled(
         fn=fn,
@@ -348,7 +352,7 @@ def compile_graph(
         scope=scope,
         placeholders=_count_placeholders(seen.post_grad),
         constants={
-            **_constants(graph),
+            **constants,
             **{f"backward {name}": held for name, held in _constants(backward.graph if backward else None).items()},
         },
         backward=backward,
@@ -374,6 +378,11 @@ def _constants(graph: Any) -> dict[str, torch.Tensor]:
             if isinstance(getattr(module, name, None), torch.Tensor):
                 found[name] = getattr(module, name)
     return found
+
+
+def _attributes(post_grad: fx.GraphModule | None) -> dict[str, torch.Tensor]:
+    """The tensors of a graph in which nothing was left to compile, so that it runs as it is."""
+    return {} if post_grad is None else {**dict(post_grad.named_parameters()), **dict(post_grad.named_buffers())}
 
 
 def _let_go_with(output: Any) -> None:

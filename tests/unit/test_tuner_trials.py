@@ -39,6 +39,7 @@ class Code:
     """Compiled code that takes known times."""
 
     errors: ClassVar[list[str]] = []
+    constants: ClassVar[list[torch.Tensor]] = []
     effective = True
     seconds = 1.5
     held_bytes = 0
