@@ -130,7 +130,8 @@ def _where(error: Exception) -> str:
 
 
 def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """The error of the graph as Dynamo captured it, run once more on copies of its inputs; "" where it runs.
+    """The error of the graph as Dynamo captured it, run once more on copies of its inputs and of its own
+    tensors; "" where it runs.
 
     What is wrong with the caller's own call (an index out of range, types that do not fit) is no failure of fxopt's.
     """
@@ -138,12 +139,15 @@ def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
         return ""
     from fxopt.reference import clone_inputs
 
+    own = dynamo.attributes(gm)
     try:
         real, device = dynamo.concrete(inputs), graph_device(inputs)
         devices = [device] if device.type == "cuda" else []
         quiet = contextlib.redirect_stderr(io.StringIO())  # FX prints where in its code an error arose
         with quiet, dynamo.outside_tracing(), torch.no_grad(), torch.random.fork_rng(devices=devices):
-            dynamo.copy_graph(gm)(*clone_inputs(real, frozenset()))
+            copies = clone_inputs([*real, *own.values()], frozenset())
+            given, held = copies[: len(real)], dict(zip(own, copies[len(real) :], strict=True))
+            torch.func.functional_call(dynamo.copy_graph(gm), held, tuple(given))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         # Perhaps the copies were too much; and once a kernel has gone astray, everything on that device fails.
         return ""

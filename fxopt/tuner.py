@@ -74,6 +74,8 @@ class Tuner:
         if communicating := dynamo.collectives(self.gm):
             # A rank that measured it alone would wait for the others for ever.
             return self.plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
+        if written := dynamo.written_attributes(self.gm):
+            return self.plain(writes_to_its_own(written), source="skipped")
         if self.wanted:
             with dynamo.outside_tracing():
                 self.real = training.aliases(self.real)
@@ -292,6 +294,14 @@ class Tuner:
             cache=self.store.root / "measured",
             grad=bool(self.wanted),
         )
+
+def writes_to_its_own(written: Sequence[str]) -> str:
+    """Why a graph is left alone that writes to tensors which are no inputs of its, and so cannot be copies."""
+    return (
+        f"the graph writes to tensors of its own ({', '.join(written[:3])}), as an optimizer's step does: every "
+        "measured call would write to them, so it is left to plain Inductor"
+    )
+
 
 def graph_device(inputs: Sequence[Any]) -> torch.device:
     """The device that a graph is measured on: the first accelerator among its inputs, else the CPU."""

@@ -22,6 +22,7 @@ from fxopt.report.model import phase, to_plain
 from fxopt.search import Proposal, Search, Step, Trial
 from fxopt.torch_api import dynamo, inductor
 from fxopt.trials import Trials
+from fxopt.tuner import writes_to_its_own
 from profiler_core import exclusive
 from profiler_core.quantities import duration
 
@@ -55,7 +56,8 @@ class Tuning:
             baseline = builder.baseline()
         self._say("baseline compiled")
         mutated = baseline.compiled.mutated or frozenset()
-        if why := self._untrained(mutated):
+        own = baseline.compiled.written  # also where Dynamo saw none: through `.data`
+        if why := writes_to_its_own(own) if own else self._untrained(mutated):
             report.source = "skipped"
             report.messages.append(f"{why}: Inductor's code is kept")
             return self.tuner.inductors_own()

@@ -82,25 +82,46 @@ def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
     """Positions of the tensors that the graph writes to, as Dynamo saw it while tracing; views of one memory count
     together.
     """
+    written = set(_written(gm, placeholders(gm)))
+    return frozenset(index for index, node in enumerate(placeholders(gm)) if node in written)
+
+
+def written_attributes(gm: fx.GraphModule) -> list[str]:
+    """Names of the graph's own tensors that it writes to. Dynamo makes no inputs of the parameters and the state of an
+    optimizer whose step it traces.
+    """
+    return [str(node.target) for node in _written(gm, [n for n in gm.graph.nodes if n.op == "get_attr"])]
+
+
+def _written(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of `nodes` that the graph writes to."""
     several = {  # which count no version on fake tensors
         written
         for node in gm.graph.nodes
         if node.op == "call_function" and _writes_to_lists(node.target)
         for written in node.all_input_nodes
     }
-    found = set()
-    for index, node in enumerate(placeholders(gm)):
+    found = []
+    for node in nodes:
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or value.is_inference():  # which counts no versions
             continue
         if value._version > 0 or node in several:
-            found.add(index)
-    return frozenset(found)
+            found.append(node)
+    return found
 
 
 def _writes_to_lists(target: Any) -> bool:
     name = getattr(target, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+
+
+def attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The graph's own tensors by name, in the order in which AOTAutograd puts them before the inputs."""
+    return {
+        **dict(gm.named_parameters(remove_duplicate=False)),
+        **dict(gm.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _guard_source(source: Any) -> Any:

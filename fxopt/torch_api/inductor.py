@@ -86,6 +86,7 @@ class Compiled:
     new_guards: shape guards that this compilation added (a dynamic size that it specialised).
     mutated: positions, in `fn`'s own argument order, of the inputs that it writes to; None where AOTAutograd's cache
         served the code and did not say (never with `capture`).
+    written: names of the graph's own tensors that it writes to, as far as `mutated` is known.
     backward: of a graph with gradients, with `capture`; None elsewhere. `fn` then gives outputs that lead to it.
     """
 
@@ -101,6 +102,7 @@ class Compiled:
     placeholders: int | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     backward: Backward | None = None
+    written: tuple[str, ...] = ()
 
     def flat(self, inputs: Sequence[Any] = (), check_contents: bool = True) -> Callable[..., Any]:
         """A callable over all of Dynamo's inputs, which is `fn` itself wherever nothing was frozen.
@@ -309,7 +311,9 @@ def compile_graph(
     if not caches:
         options["force_disable_caches"] = True
 
-    def attempt(autograd_cache: bool) -> tuple[Callable[..., Any], list[int] | None, _Capture, dynamo.CompileScope]:
+    def attempt(
+        autograd_cache: bool,
+    ) -> tuple[Callable[..., Any], list[int] | None, _Capture, dynamo.CompileScope, list[str]]:
         copied = dynamo.copy_graph(gm)
         kept: list[int] | None = None
         arguments = list(inputs)
@@ -318,34 +322,34 @@ def compile_graph(
         if freeze:
             kept = dynamo.freeze_inputs(copied, inputs, freeze)
             arguments = [inputs[index] for index in kept]
-        seen = _Capture()
+        seen, own = _Capture(), list(dynamo.attributes(copied))
         autograd = _autograd(cache=autograd_cache, whole=bool(slots) or capture)
         with dynamo.isolated(keep_guards=keep_guards) as scope, autograd:
             fn: Any = compile_fx(copied, arguments, inner_compile=seen, config_patches=options)
             dynamo.nothing_donated()
-        return fn, kept, seen, scope
+        return fn, kept, seen, scope, own
 
-    fn, kept, seen, scope = attempt(autograd_cache=caches)
+    fn, kept, seen, scope, own = attempt(autograd_cache=caches)
     if capture and caches and seen.calls == 0:
         # AOTAutograd's cache served the code without asking Inductor; the graph is needed, so ask again.
-        fn, kept, seen, scope = attempt(autograd_cache=False)
+        fn, kept, seen, scope, own = attempt(autograd_cache=False)
 
     graph, backward = _with_source(seen.graph), seen.backward
     constants = _constants(graph) if graph is not None else _attributes(seen.post_grad)
     if freeze:
         fn = OwnOutputs(fn, dynamo.own_outputs(gm), constants.values())
-    offset = len(inputs) - len(kept) if kept is not None else 0
+    written = scope.mutated_inputs or frozenset()
     return Compiled(
         fn=fn,
         kept=kept,
         graph=graph,
         post_grad=seen.post_grad,
         new_guards=scope.new_guards,
-        # AOTAutograd numbers frozen parameters before the remaining inputs.
+        # AOTAutograd numbers the graph's own tensors, of which frozen parameters are some, before the inputs.
         mutated=(
             None
             if scope.mutated_inputs is None
-            else frozenset(index - offset for index in scope.mutated_inputs if index >= offset)
+            else frozenset(index - len(own) for index in written if index >= len(own))
         ),
         seconds=time.perf_counter() - started,
         frozen=frozenset(range(len(inputs))) - frozenset(kept) if kept is not None else frozenset(),
@@ -356,6 +360,7 @@ def compile_graph(
             **{f"backward {name}": held for name, held in _constants(backward.graph if backward else None).items()},
         },
         backward=backward,
+        written=tuple(own[index] for index in sorted(written) if index < len(own)),
     )
 
 
@@ -382,7 +387,7 @@ def _constants(graph: Any) -> dict[str, torch.Tensor]:
 
 def _attributes(post_grad: fx.GraphModule | None) -> dict[str, torch.Tensor]:
     """The tensors of a graph in which nothing was left to compile, so that it runs as it is."""
-    return {} if post_grad is None else {**dict(post_grad.named_parameters()), **dict(post_grad.named_buffers())}
+    return {} if post_grad is None else dynamo.attributes(post_grad)
 
 
 def _let_go_with(output: Any) -> None:
