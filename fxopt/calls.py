@@ -38,8 +38,9 @@ class Calls:
         count: int,
     ) -> None:
         self.gm, self.real, self.wanted, self.device, self.count = gm, real, wanted, device, count
-        # Parameters and buffers are shared by every measured call, except those that a call would change.
-        self.held, self.mutated = static - mutated, mutated
+        # Parameters and buffers are shared by every measured call, except those that a call would change, and those in
+        # whose memory it writes to something else: of one memory there is one copy, or none.
+        self.held, self.mutated = static - dynamo.beside(real, mutated), mutated
         self.arguments: Sequence[Any] = real
         self.gradients: Gradients | None = None
         self._before = verify.clone_inputs(real, self.held) if mutated else []

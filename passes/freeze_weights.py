@@ -7,7 +7,7 @@ needs it). Batch normalisation in evaluation mode is folded into the convolution
 first Inductor does by itself, the second it is asked for. Only `fxopt.optimize` may do this: `torch.compile` promises
 that a parameter changed between calls is seen. An output that is left a constant is copied in each call
 (`fxopt.own_outputs`): the caller may write to it.
-Refuses buffers and parameters that the graph writes to, and graphs with gradients.
+Refuses buffers and parameters that the graph writes to or beside, in one memory, and graphs with gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
-from fxopt.torch_api.dynamo import storage_of
+from fxopt.torch_api.dynamo import beside, storage_of
 
 #: Inductor's option to fold arithmetic with constants into a linear layer, as it does for convolutions anyway
 _FOLD_INTO_LINEAR = {"enable_linear_binary_folding": True}
@@ -58,10 +58,13 @@ class FreezeWeights(ConfigPass):
     ) -> Iterable[tuple[int, Candidate]]:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
         returned = {storage for node in gm.graph.output_node().all_input_nodes if (storage := storage_of(node))}
+        written = beside(inputs, context.mutated)
         for position in sorted(context.static):
             name = nodes[position].name
             if position in context.mutated:
                 yield position, Candidate(name, "the graph writes to it")
+            elif position in written:
+                yield position, Candidate(name, "it shares memory with an input that the graph writes to")
             elif inputs[position].is_inference():
                 yield position, Candidate(name, "an inference tensor: torch does not count what is written to it")
             elif storage_of(nodes[position]) in returned:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,18 @@ def storage_of(node: fx.Node) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
+
+
+def beside(inputs: Sequence[Any], positions: Collection[int]) -> frozenset[int]:
+    """`positions`, and those of the inputs that lie in the memory of one of these."""
+
+    def memory(value: Any) -> tuple[torch.device, int] | None:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        return value.device, value.untyped_storage().data_ptr()
+
+    there = {memory(inputs[i]) for i in positions} - {None} if positions else set()
+    return frozenset(positions) | {i for i, value in enumerate(inputs) if there and memory(value) in there}
 
 
 def own_outputs(gm: fx.GraphModule) -> dict[int, Any]:

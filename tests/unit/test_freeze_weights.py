@@ -85,6 +85,25 @@ def test_statistics_that_the_graph_updates_are_not_frozen():
     assert any("running_mean" in name for name in written) and any("running_var" in name for name in written)
 
 
+def test_weights_in_the_memory_of_a_written_input_are_not_frozen():
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keys", torch.zeros(4, 4)[:2])
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+            slot.add_(1)
+            return self.layer(x) + (x @ self.keys.t()).mean()
+
+    model = Pool()
+    for slot, refused in ((torch.zeros(4), 0), (model.keys.as_strided((4,), (1,), 12), 1)):
+        with torch.no_grad():
+            result = testing.run(FreezeWeights(), testing.capture(model, torch.zeros(3, 4), slot))
+        because = [why for _, why in result.report.refused if why.startswith("it shares memory with an input")]
+        assert len(because) == refused, str(result)
+
+
 @pytest.mark.parametrize(
     ("fields", "because"), [({"grad": True}, "gradients are on"), ({"session": False}, "may change between calls")]
 )

@@ -45,3 +45,20 @@ def test_every_set_starts_from_the_callers_state_again(fresh_dynamo: None) -> No
     with calls.running():
         assert all(torch.equal(inputs[0], before) for inputs in sets)
     assert torch.equal(calls.real[0], before)
+
+
+def test_parameters_in_the_memory_of_a_written_input_are_copied_with_it() -> None:
+    pool, weight = torch.randn(4, 6), torch.randn(6)
+    real = [pool[:2], weight, pool[3], pool[2]]
+    gm = torch.fx.symbolic_trace(lambda keys, weight, slot, values: (slot.add_(1), keys + weight + values))
+    cpu = torch.device("cpu")
+    calls = Calls(
+        gm, real, static=frozenset({0, 1, 3}), mutated=frozenset({2}), wanted=(), device=cpu, count=1
+    )
+    before = pool.clone()
+    assert calls.held == {1}
+    for inputs in calls.input_sets(gm):
+        gm(*inputs)
+        assert len({inputs[i].untyped_storage().data_ptr() for i in (0, 2, 3)}) == 1, "as the caller's lie"
+        assert inputs[1] is weight
+    assert torch.equal(pool, before)
