@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxopt.overlap import OverlapWatch, _meet
+from fxopt.overlap import OverlapWatch, _in_use_elsewhere, _meet
+from fxopt.torch_api.calls import storage_users
 from fxopt.torch_api.dynamo import written_inputs
 
 
@@ -171,3 +172,44 @@ def test_overlapping_calls_run_the_captured_graph_and_others_the_code():
     assert run(torch.randn(4), torch.randn(4)) == ["the code"]
     assert torch.equal(run(mine[:4], mine[2:6])[0], method(theirs[:4], theirs[2:6]))
     assert torch.equal(mine, theirs)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.Parameter(torch.zeros(4, 4))
+        self.other = nn.Parameter(torch.zeros(4))
+
+    def forward(self, slot: torch.Tensor) -> torch.Tensor:
+        slot.add_(1)
+        return self.pool.sum(0) + self.other + slot
+
+
+def test_a_written_view_of_a_parameter_overlaps_with_it_wherever_that_is():
+    model = Pooled()
+    with torch.no_grad():
+        gm, inputs = captured(model, torch.zeros(4))
+    watch = OverlapWatch.of(gm, inputs)
+    (written,) = written_inputs(gm)
+    pool = next(i for i, value in enumerate(inputs) if value.shape == (4, 4))
+
+    def overlaps(slot: torch.Tensor) -> bool:
+        return watch.overlap([slot if i == written else value for i, value in enumerate(inputs)])
+
+    model.other.data = torch.zeros(8)[:4]
+    for _ in range(2):
+        assert overlaps(model.pool.detach()[1]) and overlaps(model.pool.data[:, 2])
+        assert not overlaps(torch.zeros(4)) and not overlaps(torch.zeros(8)[4:])
+        assert not overlaps(model.other.data.as_strided((4,), (1,), 4)), "in the memory of a parameter, beside it"
+        moved = torch.zeros(5, 4)
+        inputs[pool].data = moved[:4]
+        assert overlaps(moved[1]) and not overlaps(moved[4])
+
+
+@pytest.mark.skipif(storage_users is None, reason="this torch does not say how many tensors hold a storage")
+def test_a_tensor_that_nobody_shares_memory_with_costs_no_look_at_the_parameters():
+    x = torch.zeros(4)
+    for _ in range(2):
+        assert not _in_use_elsewhere(x)
+    view = x[1:]
+    assert _in_use_elsewhere(x) and _in_use_elsewhere(view)
