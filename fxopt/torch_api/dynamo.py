@@ -389,6 +389,7 @@ class CompileScope:
 
     new_guards: int = 0
     mutated_inputs: frozenset[int] | None = None  # None: not known
+    inputs: int = 0  # how many these are numbers of
     context: TracingContext | None = None
 
     def adopt(self) -> None:
@@ -462,6 +463,7 @@ def isolated(*, keep_guards: bool) -> Iterator[CompileScope]:
                     shape_env._version_counter = version + 1
         metadata = inner.fw_metadata
         if metadata is not None:
+            scope.inputs = len(metadata.input_info)
             scope.mutated_inputs = frozenset(
                 index
                 for index, info in enumerate(metadata.input_info)

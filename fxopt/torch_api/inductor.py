@@ -339,6 +339,11 @@ def compile_graph(
     if freeze:
         fn = OwnOutputs(fn, dynamo.own_outputs(gm), constants.values())
     written = scope.mutated_inputs or frozenset()
+    passed = kept if kept is not None else range(len(inputs))
+    if scope.mutated_inputs is not None and scope.inputs != len(own) + len(passed):
+        # It made one input of several in one memory, and its numbers are of those: what Dynamo saw is left.
+        seen_written = dynamo.written_inputs(gm)
+        written = frozenset(len(own) + n for n, position in enumerate(passed) if position in seen_written)
     return Compiled(
         fn=fn,
         kept=kept,

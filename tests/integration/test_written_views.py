@@ -96,6 +96,22 @@ def test_memory_beside_the_written_elements_is_no_reason_not_to_measure(_tuned):
     assert last().source == "tuned" and last().passes == ["doubled_negation"]
 
 
+def test_written_inputs_are_known_where_torch_compiles_one_for_several_in_one_memory(_tuned):
+    """As it does where sizes are symbolic, so that nobody knows whether they overlap."""
+
+    def scale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        return a + b
+
+    run = torch.compile(scale, backend="profile_guided", options=QUICK)
+    apart, together = (torch.ones(4), torch.ones(4)), torch.arange(8.0)
+    for a, b in (apart, (together[::2], together[1::2])):
+        expected = scale(a.clone(), b)
+        with torch.no_grad():
+            assert torch.equal(run(a, b), expected)
+    assert together.tolist() == [0, 1, 4, 3, 8, 5, 12, 7] and last().source == "tuned"
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("cls", [After, Before, Both])
 def test_what_is_written_into_a_folded_buffer_is_read_at_once(fresh_dynamo, monkeypatch, cls, order):
