@@ -216,19 +216,29 @@ def refusal(node: fx.Node) -> str:
 def on_library(node: fx.Node) -> bool:
     """Whether AOTAutograd leaves the layer on the library's kernels, or the operator does.
 
-    On a CPU its decomposition of `torch.lstm` calls oneDNN once a layer, as eager does.
+    On a CPU its decomposition of `torch.lstm` calls oneDNN once a layer, as eager does. Eager does not where there is
+    nothing to compute, of which oneDNN's kernel ends the process (division by zero): the operator is torch's function.
     """
     if is_rnn(node):
         return True
     input, states, weights = (node.args[i] for i in range(3))
     tensors = [n.meta.get("example_value") for n in (input, *_listed(states), *_listed(weights))]
+    if not all(isinstance(t, torch.Tensor) and _has_elements(t) for t in tensors):
+        return False
     return (
         FUNCTIONS[node.target] == "lstm"
         and torch.backends.mkldnn.is_available()
-        and all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in tensors)
-        and {t.dtype for t in tensors if t is not None} <= {torch.float32, torch.bfloat16}
+        and all(t.device.type == "cpu" for t in tensors)
+        and {t.dtype for t in tensors} <= {torch.float32, torch.bfloat16}
         and tensors[1].size(2) == tensors[2].size(2)
     )
+
+
+def _has_elements(fake: Any) -> bool:
+    """Whether no call comes with a size 0 of this tensor, as far as is known of symbolic sizes: most begin at 2."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    return all(statically_known_true(size > 0) for size in fake.size())
 
 
 def _listed(value: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from fxopt import registry, rnn
 from fxopt.backend import Backend
 from fxopt.report.model import GraphReport
 from fxopt.torch_api.rnn import traced
+from fxopt.warning import FxoptWarning
 from passes.rnn_redispatch import RnnRedispatch
 from profiler_core import roofline
 
@@ -153,3 +154,27 @@ def test_a_training_graph_stays_as_it_is(x):
         compiled(x).sum().backward()
     assert model.layer.weight_hh_l0.grad is not None
     assert any("gradients are on" in line for line in reports[0].out_of_reach)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_batch_of_nothing_is_computed_as_eager_does(kind):
+    # oneDNN's LSTM divides by the batch: the process ended.
+    model = Last(kind).eval()
+    empty = torch.zeros(0, 5, 8)
+    fast = fxopt.optimize(model, (empty,), **QUICK)
+    assert fast(empty).shape == (0, 5, 32 // 2)
+    torch._dynamo.reset()
+    fast = fxopt.optimize(model, (torch.randn(4, 5, 8),), **QUICK)
+    for batch in (0, 3, 0):
+        x = torch.randn(batch, 5, 8)
+        with torch.no_grad():
+            assert torch.equal(fast(x), model(x)), batch
+
+
+def test_no_steps_are_the_error_that_they_are_in_eager():
+    model = Last(nn.LSTM).eval()
+    fast = fxopt.optimize(model, (torch.randn(4, 5, 8),), **QUICK)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="sequence length"):
+        model(torch.zeros(4, 0, 8))
+    with pytest.raises(RuntimeError, match="sequence length"), pytest.warns(FxoptWarning, match="own call fails"):
+        fast(torch.zeros(4, 0, 8))
