@@ -317,6 +317,11 @@ def _optimized_function(
                 "the model is in training mode, and fxopt.optimize is for inference: call model.eval() first"
             )
         fast = fxopt.optimize(work.model, work.kwargs or work.args, **running)
+        if fast._untimed:  # what Dynamo left to eager: in the next call, of which this is the only one
+            try:
+                fast(*work.args, **work.kwargs)
+            except Exception as error:
+                fast.report.messages.append(f"what is left to eager was not timed: {type(error).__name__}: {error}")
         return fast.report, f"model = fxopt.optimize(model, inputs{given})", None
     with collect_reports() as graphs, rerouted(running) as state:
         work.call()

@@ -10,16 +10,15 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from fxopt.report.model import EagerModule
-from fxopt.verify import clone_inputs
 
 
 class _Watch:
@@ -54,32 +53,23 @@ def _code(module: Any) -> Any:
     return getattr(inspect.unwrap(getattr(module, "forward", None)), "__code__", None)  # type: ignore[arg-type]
 
 
-def measure(optimized: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[EagerModule]:
-    """The outermost modules of `optimized.model` that run in eager, the slowest first, in one more call.
+def timed(model: nn.Module, call: Callable[[], Any], inputs: Any) -> tuple[Any, list[EagerModule]]:
+    """What `call` gives, which calls the compiled `model` on `inputs`; and the outermost modules of the model that ran
+    in eager, the slowest first.
 
-    The model's buffers and the random state are as they were afterwards. The model itself, where all of it is left to
-    eager, is not listed: its parts are.
+    The model itself, where all of it is left to eager, is not listed: its parts are. Nobody else's profile function is
+    in place (`sys.getprofile`).
     """
-    model = optimized.model
-    leaves, form = tree_flatten((tuple(args), dict(kwargs)))
-    args, kwargs = tree_unflatten(clone_inputs(leaves, set()), form)
-    tensors = [*model.parameters(), *model.buffers(), *(a for a in leaves if isinstance(a, torch.Tensor))]
+    tensors = [*model.parameters(), *model.buffers(), *(a for a in tree_leaves(inputs) if isinstance(a, torch.Tensor))]
     device = next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
-    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers() if not b.is_inference()]
     watch = _Watch(model, device)
-    outer = sys.getprofile()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        started = watch.now()
-        sys.setprofile(watch)
-        try:
-            optimized(*args, **kwargs)
-        finally:
-            sys.setprofile(outer)
-            with torch.no_grad():
-                for buffer, value, version in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(value)
-        total = watch.now() - started
+    started = watch.now()
+    sys.setprofile(watch)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    total = watch.now() - started
     types = {name: type(module).__name__ for name, module in model.named_modules()}
     slowest = sorted(watch.seconds.items(), key=lambda item: -item[1])
-    return [EagerModule(name, types[name], seconds * 1e9, seconds / total) for name, seconds in slowest]
+    return result, [EagerModule(name, types[name], seconds * 1e9, seconds / total) for name, seconds in slowest]

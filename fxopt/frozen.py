@@ -15,7 +15,7 @@ _address = torch.Tensor.data_ptr
 
 
 class StaleWeights(RuntimeError):
-    """A call came with other weights than those that were folded in. `fxopt.optimize`'s module folds anew."""
+    """A call came with other weights than those that were folded in."""
 
 
 class FrozenCode:
@@ -27,7 +27,12 @@ class FrozenCode:
     step changes none of the three, but comes with a new gradient. About 0.2 us a tensor, in loops that stay inside the
     interpreter's own C code. What none of them shows, samples of the elements do (`fxopt.samples`).
     `check_contents` false leaves the identity check alone.
+
+    otherwise: what runs in its place, with the reason and the call's arguments; StaleWeights is raised where it is
+    None. (Whoever calls cannot call once more: of a model with graph breaks, graphs before this one have run.)
     """
+
+    otherwise: Callable[..., Any] | None = None
 
     def __init__(
         self, fn: Callable[..., Any], kept: Sequence[int], frozen: dict[int, torch.Tensor], check_contents: bool = True
@@ -58,16 +63,17 @@ class FrozenCode:
     def __call__(self, *args: Any) -> Any:
         tensors, samples = self._tensors, self._samples
         if not all(map(is_, self._pick(args), tensors)):
-            raise StaleWeights("the call brings other weights than those folded into this code")
+            return self._stale("the call brings other weights than those folded into this code", args)
         if samples is not None:
             if (
                 list(map(_version, tensors)) != self._versions
                 or list(map(_address, tensors)) != self._addresses
                 or self._read_gradients() != self._gradients
             ):
-                raise StaleWeights("the weights folded into this code have changed")
+                return self._stale("the weights folded into this code have changed", args)
             if samples.changed():
-                raise StaleWeights("the weights folded into this code have changed, unseen by torch (through .data?)")
+                unseen = "the weights folded into this code have changed, unseen by torch (through .data?)"
+                return self._stale(unseen, args)
         return self._run(*self._pick_kept(args))
 
     def _first(self, *args: Any) -> Any:
@@ -75,6 +81,11 @@ class FrozenCode:
         outputs = self._fn(*args)
         self._run = getattr(self._fn, "settled", None) or self._fn
         return outputs
+
+    def _stale(self, reason: str, args: Sequence[Any]) -> Any:
+        if self.otherwise is None:
+            raise StaleWeights(reason)
+        return self.otherwise(reason, *args)
 
 
 def picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

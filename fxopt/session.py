@@ -6,6 +6,8 @@ Dynamo leaves to eager: they become one operator each (`fxopt.rnn`), so that the
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -16,8 +18,9 @@ from torch import fx, nn
 
 from fxopt import eager_modules, rnn, samples
 from fxopt.backend import Backend
-from fxopt.frozen import StaleWeights
+from fxopt.frozen import FrozenCode
 from fxopt.report.model import GraphReport, Report
+from fxopt.torch_api import dynamo
 from fxopt.torch_api import rnn as tracing
 from fxopt.torch_api.calls import callable_of, set_grad_enabled
 from fxopt.tuner import FxoptWarning
@@ -28,15 +31,20 @@ MOST_FOLDS = 4
 #: the buffer that a batch normalisation in training mode counts its updates in
 _COUNTER = "num_batches_tracked"
 _counter, _version = itemgetter(_COUNTER), attrgetter("_version")
+#: held where weights are folded anew: of several threads that saw the same change one does so. Not the module's own,
+#: which could not be copied with it.
+_folding = threading.Lock()
 
 
 class SessionBackend(Backend):
     """The backend under `fxopt.optimize`, which gets recurrent layers to see.
 
-    refused: why a graph was left to eager for the sake of one of them.
+    refused: why a graph was left to eager for the sake of one of them. stale: why folded weights are no longer the
+    model's, once a call has found that, and the number of the newest graph of which it has.
     """
 
     refused: str = ""
+    stale: tuple[int, str] = 0, ""
 
     def _run(self, gm: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
         layers, refused = rnn.to_operators(gm)
@@ -49,7 +57,18 @@ class SessionBackend(Backend):
         fn = super()._run(gm, inputs, report)
         if layers:
             report.messages.append(rnn.describe(layers, report.profile))
+        if isinstance(fn, FrozenCode):
+            fn.otherwise = self._as_captured(dynamo.copy_graph(gm))
         return fn
+
+    def _as_captured(self, captured: fx.GraphModule) -> Callable[..., Any]:
+        number = self.calls
+
+        def run(reason: str, *args: Any) -> Any:
+            self.stale = max(self.stale, (number, reason))
+            return captured(*args)
+
+        return run
 
 
 class OptimizedModule(nn.Module):
@@ -58,7 +77,8 @@ class OptimizedModule(nn.Module):
     `report` tells what was done. In training mode (`model.train()`) the original model runs, with gradients; and
     torch.export gets the original model, and a warning that says so.
     State dicts are the original model's. Before each call every folded weight's identity, version, address and
-    gradient are compared (`fxopt.frozen`), and after a change the weights are folded anew. So are the counters of batch
+    gradient are compared (`fxopt.frozen`). Where one has changed, the graph that it was folded into runs as it was
+    captured, and for the next call the weights are folded anew. Compared as well are the counters of batch
     normalisations, whose statistics training mode updates without torch's counting it. Writing into memory through
     `.data` (`p.data.add_(1)`), which torch does not count either, is seen by samples of the elements (`fxopt.samples`):
     on a CPU before the next call where it concerns all weights; elsewhere, and where it concerns few of them, within a
@@ -75,6 +95,7 @@ class OptimizedModule(nn.Module):
         self._mode, self._options = mode, dict(options)
         self._check_weights = check_weights
         self._folds = 0
+        self._untimed = False  # whether what is left to eager is to be timed in the next call
         self._told_of_gradients = False
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         # The modules' own dicts, for load_state_dict(assign=True) puts other tensors into them.
@@ -132,47 +153,64 @@ class OptimizedModule(nn.Module):
             return model(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._apart(*args, **kwargs)
+        if own["_untimed"] and sys.getprofile() is None:  # of the caller's own profiler nothing is taken
+            return self._time(args, kwargs)
         gradients = torch.is_grad_enabled()
         if gradients and not own["_told_of_gradients"]:
             self._tell_of_gradients(args, kwargs)
         if own["_counted"] is not None and self._read_counters() != self._counted:
-            self._fold_again("the statistics of a batch normalisation have changed", shared=False)
-        while True:
-            compiled_before = own["_backend"].calls
-            call = callable_of(own["_compiled"])
+            counted = "the statistics of a batch normalisation have changed"
+            self._fold_again(counted, shared=False, backend=own["_backend"])
+        backend = own["_backend"]
+        compiled_before = backend.calls
+        call = callable_of(own["_compiled"])
+        try:
+            set_grad_enabled(False)
             try:
-                set_grad_enabled(False)
-                try:
-                    if not own["_recurrent"]:
-                        return call(*args, **kwargs)
+                if not own["_recurrent"]:
+                    result = call(*args, **kwargs)
+                else:
                     with tracing.traced():
                         result = call(*args, **kwargs)
-                finally:
-                    set_grad_enabled(gradients)
-                if self._backend.refused:
-                    # Without the layers that cannot be had the rest is compiled, from the next call on.
-                    self._recurrent = False
-                    self._compile()
-                return result
-            except StaleWeights as stale:
-                # Code made in this very call, and already called with other weights: modules share it.
-                self._fold_again(str(stale), shared=self._backend.calls > compiled_before)
-            except tracing.TRACE_FAILED as error:
-                # Packed sequences, of which Dynamo knows no fake form in torch 2.11.
-                if not self._recurrent:
-                    raise
-                before = self._backend, self.__dict__["_compiled"]
+            finally:
+                set_grad_enabled(gradients)
+                if backend.stale[0]:
+                    number, why = backend.stale
+                    # Code made in this very call, and already called with other weights: modules share it.
+                    self._fold_again(why, shared=number > compiled_before, backend=backend)
+            if backend.refused and self._recurrent:
+                # Without the layers that cannot be had the rest is compiled, from the next call on.
                 self._recurrent = False
                 self._compile()
-                try:
-                    result = self.forward(*args, **kwargs)
-                except Exception:
-                    # Not for want of tracing: the call is wrong, and the code for right ones stays.
-                    self._backend, self.__dict__["_compiled"] = before
-                    self._recurrent = True
-                    raise
-                self.report.messages.append(f"recurrent layers are left to eager, as Dynamo cannot trace them: {error}")
-                return result
+            return result
+        except tracing.TRACE_FAILED as error:
+            # Packed sequences, of which Dynamo knows no fake form in torch 2.11.
+            if not self._recurrent:
+                raise
+            before = self._backend, self.__dict__["_compiled"]
+            self._recurrent = False
+            self._compile()
+            try:
+                result = self.forward(*args, **kwargs)
+            except Exception:
+                # Not for want of tracing: the call is wrong, and the code for right ones stays.
+                self._backend, self.__dict__["_compiled"] = before
+                self._recurrent = True
+                raise
+            self.report.messages.append(f"recurrent layers are left to eager, as Dynamo cannot trace them: {error}")
+            return result
+
+    def _time(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call of the caller's, in which what Dynamo left to eager is timed. One of fxopt's own would repeat whatever
+        the model does besides computing, which cannot all be taken back."""
+        self._untimed = False
+        backend, compiled = self._backend, self._backend.calls
+        result, found = eager_modules.timed(self.model, lambda: self.forward(*args, **kwargs), (args, kwargs))
+        if self._backend is backend and backend.calls == compiled:
+            self.report.eager_modules = found
+        else:  # for the most part it was compiling that took the time
+            self._untimed = True
+        return result
 
     @torch.compiler.disable(reason="fxopt.optimize has made code of this module")
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,15 +218,19 @@ class OptimizedModule(nn.Module):
         takes every graph for an exported one, and gets the original model.)"""
         return self.forward(*args, **kwargs)
 
-    def _fold_again(self, reason: str, shared: bool) -> None:
-        self._folds += 1
-        if shared or self._folds > MOST_FOLDS:
-            why = "several modules share one compiled function" if shared else f"they changed {self._folds} times"
-            message = f"weights are no longer folded into the code: {why} ({reason})"
-            self.report.messages.append(message)
-            warnings.warn(f"fxopt: {message}", FxoptWarning, stacklevel=3)
-            self._options["freeze"] = False
-        self._compile()
+    def _fold_again(self, reason: str, shared: bool, backend: SessionBackend) -> None:
+        """Has the next call fold anew, unless another thread has, after the same change of what `backend` folded."""
+        with _folding:
+            if self._backend is not backend:
+                return
+            self._folds += 1
+            if shared or self._folds > MOST_FOLDS:
+                why = "several modules share one compiled function" if shared else f"they changed {self._folds} times"
+                message = f"weights are no longer folded into the code: {why} ({reason})"
+                self.report.messages.append(message)
+                warnings.warn(f"fxopt: {message}", FxoptWarning, stacklevel=3)
+                self._options["freeze"] = False
+            self._compile()
 
     def train(self, mode: bool = True) -> OptimizedModule:
         super().train(mode)
@@ -246,10 +288,7 @@ def optimize(
     left = tracing.left_to_eager()
     optimized(*args, **kwargs)
     if optimized._backend.calls == 0 or tracing.left_to_eager() > left:
-        try:
-            optimized.report.eager_modules = eager_modules.measure(optimized, args, kwargs)
-        except Exception as error:  # for the report only, which a model that cannot be called twice goes without
-            optimized.report.messages.append(f"what is left to eager was not timed: {type(error).__name__}: {error}")
+        optimized._untimed = True
     if optimized._backend.calls == 0:
         message = (
             "no graph of this model reached the compiler, so it runs as before: Dynamo left it to eager (as it does "

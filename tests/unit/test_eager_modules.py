@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt import eager_modules
+from fxopt import backend, eager_modules, session
 from fxopt.report.model import EagerModule, Report
 
 
@@ -19,10 +20,12 @@ class Slow(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
         self.register_buffer("calls", torch.zeros(()))
+        self.number = 0
 
     @torch._dynamo.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.number += 1
         time.sleep(0.02)
         return self.inner(x)
 
@@ -51,23 +54,27 @@ class Session(nn.Module):
         return self.__dict__["compiled"](*args, **kwargs)
 
 
+def measure(made: nn.Module, *args: Any, **kwargs: Any) -> list[EagerModule]:
+    return eager_modules.timed(made.model, lambda: made(*args, **kwargs), (args, kwargs))[1]
+
+
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None) -> None:
     torch.manual_seed(0)
 
 
 def test_the_outermost_module_in_eager_is_listed_with_its_time():
-    session, x = Session(Model().eval()), torch.randn(2, 4)
-    session(x)
-    (found,) = eager_modules.measure(session, (x,), {})
+    made, x = Session(Model().eval()), torch.randn(2, 4)
+    made(x)
+    (found,) = measure(made, x)
     assert (found.name, found.type) == ("slow", "Slow"), "not the linear layer inside it, nor those that are compiled"
     assert found.time_ns >= 0.02e9 and 0 < found.share <= 1
 
 
 def test_a_module_whose_code_dynamo_replaced_is_not_listed():
-    session, x = Session(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()), torch.randn(2, 4)
-    session(x)
-    assert eager_modules.measure(session, (), {"input": x}) == []
+    made, x = Session(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()), torch.randn(2, 4)
+    made(x)
+    assert measure(made, input=x) == []
 
 
 def test_a_frame_that_dynamo_gives_up_is_listed_by_its_parts():
@@ -79,30 +86,72 @@ def test_a_frame_that_dynamo_gives_up_is_listed_by_its_parts():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.lstm(x)[0])
 
-    session, x = Session(Recurrent().eval()), torch.randn(3, 2, 4)
-    session(x)
-    found = {(m.name, m.type) for m in eager_modules.measure(session, (x,), {})}
+    made, x = Session(Recurrent().eval()), torch.randn(3, 2, 4)
+    made(x)
+    found = {(m.name, m.type) for m in measure(made, x)}
     assert found == {("lstm", "LSTM"), ("head", "Linear")}, "for the sake of the LSTM, no graph was made at all"
 
 
-def test_measuring_leaves_buffers_inputs_random_state_and_profiler_alone():
-    model, x = Model().eval(), torch.randn(2, 4)
-    session = Session(model)
-    session(x)
+def optimized(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """By fxopt.optimize, with a tuner that compiles nothing."""
+
+    class Untouched:
+        def __init__(self, gm: Any, *args: Any, **options: Any) -> None:
+            self.run = lambda: gm.forward
+
+    monkeypatch.setattr(backend, "Tuner", Untouched)
+    return session.optimize(model, x)
+
+
+def test_the_models_state_is_that_of_the_callers_calls(monkeypatch):
+    class Counting(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return super().forward(x) + random.random() + torch.rand(())
+
+    model, x = Counting().eval(), torch.zeros(2, 4)
+    random.seed(0)
+    torch.manual_seed(0)
+    fast = optimized(monkeypatch, model, x)
+    state = torch.random.get_rng_state(), random.getstate()
+    assert (model.slow.number, model.slow.calls, x.max()) == (1, 1, 1) and not fast.report.eager_modules
+    torch.manual_seed(0)
+    torch.rand(())
+    random.seed(0)
+    random.random()
+    assert torch.equal(torch.random.get_rng_state(), state[0]) and random.getstate() == state[1]
+    for calls in (2, 3):
+        fast(x)
+        assert (model.slow.number, model.slow.calls, x.max()) == (calls, calls, calls)
+    (found,) = fast.report.eager_modules
+    assert found.name == "slow" and 0 < found.share < 1
+
+
+def test_the_callers_profile_function_is_left_in_place_and_the_call_after_it_is_timed(monkeypatch):
+    x = torch.randn(2, 4)
+    fast = optimized(monkeypatch, Model().eval(), x)
     seen: list[str] = []
 
     def outer(frame: Any, event: str, argument: Any) -> None:
         seen.append(event)
 
-    before, state = x.clone(), torch.random.get_rng_state()
     sys.setprofile(outer)
     try:
-        eager_modules.measure(session, (x,), {})
+        fast(x)
         assert sys.getprofile() is outer
     finally:
         sys.setprofile(None)
-    assert model.slow.calls == 1 and torch.equal(x, before)
-    assert torch.equal(torch.random.get_rng_state(), state)
+    assert seen and not fast.report.eager_modules
+    fast(x)
+    assert fast.report.eager_modules and sys.getprofile() is None
+
+
+def test_a_call_that_compiles_is_not_the_one_that_is_timed(monkeypatch):
+    fast = optimized(monkeypatch, Model().eval(), torch.randn(2, 4))
+    fast(torch.randn(3, 4))
+    assert not fast.report.eager_modules
+    fast(torch.randn(3, 4))
+    assert fast.report.eager_modules
 
 
 def test_the_report_shows_them():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as of_modules
 
-from fxopt import session
+from fxopt import backend, session
 from fxopt.frozen import FrozenCode
 
 X = torch.tensor([[1.0, 2.0, 3.0]])
@@ -28,14 +29,17 @@ class Model(nn.Module):
 
 
 class Folding:
-    """A backend that folds the weights and leaves the rest as it is: nothing is tuned or compiled."""
+    """A tuner that folds the weights and leaves the rest as it is: nothing is measured or compiled."""
 
-    calls, refused = 1, ""
     modes: ClassVar[list[bool]] = []
 
-    def __init__(self, *args: Any, **options: Any) -> None: ...
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, session: bool, **options: Any) -> None:
+        self.gm, self.inputs, self.session = gm, inputs, session
 
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def run(self) -> Callable[..., Any]:
+        gm, inputs = self.gm, self.inputs
+        if not self.session:
+            return gm.forward
         frozen = {i: value for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
         kept = [i for i in range(len(inputs)) if i not in frozen]
         constants = {i: value.detach().clone() for i, value in frozen.items()}
@@ -50,7 +54,7 @@ class Folding:
 
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[session.OptimizedModule]:
-    monkeypatch.setattr(session, "SessionBackend", Folding)
+    monkeypatch.setattr(backend, "Tuner", Folding)
     monkeypatch.setattr(Folding, "modes", [])
     torch._dynamo.reset()
     yield session.optimize(Model().eval(), X)
@@ -58,7 +62,8 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[session.OptimizedModu
 
 
 def agrees(optimized: session.OptimizedModule, x: torch.Tensor = X) -> bool:
-    return torch.equal(optimized(x), optimized.model(x))
+    """The call that sees a change, and the next, which folds anew."""
+    return all(torch.equal(optimized(x), optimized.model(x)) for _ in range(2))
 
 
 def test_each_kind_of_hook_runs_once_a_call(optimized):
@@ -141,7 +146,7 @@ def of_inference() -> torch.Tensor:
     ids=["counted on", "none", "gone", "an inference tensor"],
 )
 def test_a_change_of_any_counter_of_batches_folds_anew_once(monkeypatch, change):
-    monkeypatch.setattr(session, "SessionBackend", Folding)
+    monkeypatch.setattr(backend, "Tuner", Folding)
     torch._dynamo.reset()
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).eval()
     optimized = session.optimize(model, X)
@@ -159,3 +164,65 @@ def test_a_copy_has_weights_and_code_of_its_own(optimized):
     with torch.no_grad():
         copied.model.layer.weight.zero_()
     assert agrees(copied) and agrees(optimized) and not torch.equal(copied(X), optimized(X))
+
+
+class Counting(nn.Module):
+    """Counts its calls in whatever a model can count them in, before a graph break and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.number, self.names = 0, list[str]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.number += 1
+        self.names.append("called")
+        x.add_(1)
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        self.calls = self.calls + 1
+        return self.last(y) * self.calls + torch.rand(())
+
+    def state(self) -> tuple[Any, ...]:
+        return self.calls.item(), self.number, len(self.names), torch.random.get_rng_state().sum().item()
+
+
+@pytest.mark.usefixtures("optimized")  # for its backend
+def test_a_change_of_weights_repeats_nothing_that_has_run_in_the_call():
+    model = Counting().eval()
+    eager, fast = copy.deepcopy(model), None
+    given = torch.zeros(1, 3), torch.zeros(1, 3)
+    for change in (None, "first", None, "last", None):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for m in (model, eager):
+                if change is not None:
+                    getattr(m, change).weight.mul_(2)
+            expected = eager(given[1])
+        state = eager.state()
+        torch.manual_seed(0)
+        if fast is None:
+            fast = session.optimize(model, given[0])
+        else:
+            assert torch.equal(fast(given[0]), expected)
+        assert model.state() == state and torch.equal(*given), change
+    assert fast._folds == 1  # the first graph is compiled anew in each call, for another number
+
+
+def test_threads_that_see_one_change_fold_anew_once(optimized):
+    go, wrong = threading.Barrier(6), list[bool]()
+
+    def call() -> None:
+        go.wait()
+        wrong.append(not agrees(optimized))
+
+    with torch.no_grad():
+        optimized.model.layer.weight.mul_(2)
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(wrong) and len(wrong) == 6 and optimized._folds == 1
