@@ -30,7 +30,7 @@ class OverlapWatch:
     def __init__(
         self, gm: fx.GraphModule, written: frozenset[int], watched: Sequence[int], static: Sequence[int]
     ) -> None:
-        self.captured = dynamo.copy_graph(gm)
+        self.captured = dynamo.captured(gm)
         self._written, self._in_order = written, sorted(written)
         self._watched, self._static, self._pick_static = list(watched), list(static), picker(static)
         self._last: tuple[Any, bool] = (None, False)  # what was found of which tensors in one memory

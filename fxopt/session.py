@@ -58,7 +58,7 @@ class SessionBackend(Backend):
         if layers:
             report.messages.append(rnn.describe(layers, report.profile))
         if isinstance(fn, FrozenCode):
-            fn.otherwise = self._as_captured(dynamo.copy_graph(gm))
+            fn.otherwise = self._as_captured(dynamo.captured(gm))
         return fn
 
     def _as_captured(self, captured: fx.GraphModule) -> Callable[..., Any]:
@@ -99,7 +99,10 @@ class OptimizedModule(nn.Module):
         self._told_of_gradients = False
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         # The modules' own dicts, for load_state_dict(assign=True) puts other tensors into them.
-        self._counting = [m._buffers for m in model.modules() if m._buffers.get(_COUNTER) is not None]
+        # A ScriptModule's are behind a wrapper, and never folded.
+        buffers = [m._buffers for m in model.modules() if isinstance(m._buffers, dict)]
+        self._counting = [held for held in buffers if held.get(_COUNTER) is not None]
+        self.register_load_state_dict_post_hook(_under_the_models_names)
         self._compile()
         self.train(model.training)
 
@@ -238,10 +241,37 @@ class OptimizedModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
+        found = self.model.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        # Versions of the modules, by their names here, where a parent's load_state_dict looks for them.
+        metadata = getattr(found, "_metadata", {})
+        own = [name for name in metadata if f"{name}.".startswith(prefix)]
+        for name in own:
+            metadata[f"{prefix}model.{name[len(prefix) :]}".removesuffix(".")] = metadata[name]
+        return found
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """What a parent's load_state_dict calls, which comes with the original model's names, before it goes on to
+        the modules within under theirs."""
+        if not hasattr(self.model, "model"):  # else the names are the original model's own
+            held = {key: key.replace(f"{prefix}model.", prefix, 1) for key in state_dict}
+            for key, name in held.items():
+                if key.startswith(f"{prefix}model."):  # as named_parameters gives them
+                    state_dict[name] = state_dict.pop(key)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}model.{key[len(prefix) :]}"] = state_dict.pop(key)
+        self.__dict__["_loaded_under"] = prefix
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.load_state_dict(*args, **kwargs)
+
+
+def _under_the_models_names(optimized: OptimizedModule, keys: Any) -> None:
+    """What a parent's load_state_dict misses or does not know, as the state dict has it."""
+    prefix = optimized.__dict__.pop("_loaded_under", "")
+    for names in keys:
+        names[:] = [name.replace(f"{prefix}model.", prefix, 1) if name.startswith(prefix) else name for name in names]
 
 
 @torch.compiler.assume_constant_result

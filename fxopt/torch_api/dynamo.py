@@ -57,10 +57,29 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(gm, key):
             setattr(copied, key, dict(getattr(gm, key)))
     copied.meta = dict(gm.meta)
+    for node in copied.graph.nodes:
+        # What Dynamo guards on, by a weak reference to the caller's tensor, which lets go of it once it has compiled:
+        # of the original alone. torch.utils.swap_tensors takes no tensor that has weak references.
+        node.meta.pop("grapharg", None)
     for old, new in zip(placeholders(gm), placeholders(copied), strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     return copied
+
+
+def captured(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a Dynamo graph to be run and kept."""
+    copied = copy_graph(gm)
+    forget_values(copied)
+    return copied
+
+
+def forget_values(gm: fx.GraphModule) -> None:
+    """Take from a graph what was of use to compile it alone. Fake values would keep Dynamo's fake mode, and with it a
+    weak reference to every tensor that the graph takes."""
+    gm.meta = {}
+    for node in gm.graph.nodes:
+        node.meta.pop("example_value", None)
 
 
 def static_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
@@ -201,6 +220,7 @@ def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozense
         attribute.meta = dict(node.meta)
         node.replace_all_uses_with(attribute)
         gm.graph.erase_node(node)
+        node.meta = {}  # the graph keeps what it has erased, for its name
     gm._param_name_to_source = sources  # type: ignore[assignment]
     gm.recompile()
     return kept

@@ -327,6 +327,7 @@ def compile_graph(
         with dynamo.isolated(keep_guards=keep_guards) as scope, autograd:
             fn: Any = compile_fx(copied, arguments, inner_compile=seen, config_patches=options)
             dynamo.nothing_donated()
+        dynamo.forget_values(copied)  # AOTAutograd's callable keeps the graph for the names of its parameters
         return fn, kept, seen, scope, own
 
     fn, kept, seen, scope, own = attempt(autograd_cache=caches)

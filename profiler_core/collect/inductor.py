@@ -89,8 +89,11 @@ def _compile_id(compiled_graph: Any) -> str:
     current = torch._guards.CompileContext.current_compile_id()
     if current is None:
         return ""
-    backward = (getattr(compiled_graph, "fx_kwargs", None) or {}).get("is_backward")
-    return f"{current} backward" if backward else str(current)
+    return f"{current} backward" if _is_backward(compiled_graph) else str(current)
+
+
+def _is_backward(compiled_graph: Any) -> bool:
+    return bool((getattr(compiled_graph, "fx_kwargs", None) or {}).get("is_backward"))
 
 
 def _provenance(compiled_graph: Any, gm: fx.GraphModule | None, store: Path | None) -> Provenance:
@@ -107,6 +110,9 @@ def _provenance(compiled_graph: Any, gm: fx.GraphModule | None, store: Path | No
             "config_patches={'trace.provenance_tracking_level': 1} and Inductor's caches off, and a backward graph "
             "inside profiler_core.collect.inductor.tracked()"
         )
+    if source and _is_backward(compiled_graph) and not launch_sites(source):
+        # Of nothing but views, as of a sum. All that the mapping lists is the forward's, compiled just before.
+        mapping = {**mapping, "cppCodeToPost": {}}
     wanted = {name for names in launched(mapping, source).values() for name in names}
     graph = None if gm is None else _whole_graph(gm)
     present = set() if graph is None else {node.name for node in graph.nodes}

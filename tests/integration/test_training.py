@@ -345,3 +345,12 @@ def test_a_graph_that_writes_to_what_it_differentiates_is_left_alone(negated):
     torch.compile(doubled, backend="profile_guided", options={**QUICK, **negated})(leaf * 1).sum().backward()
     torch.testing.assert_close(leaf.grad, 2 * (2 * leaf).cos().detach())
     assert last().source == "skipped" and "the graph writes to input 0" in last().messages[0]
+
+
+@pytest.mark.parametrize("reduce", [lambda y: y.sum(), lambda y: y.sum(0)], ids=["sum", "of rows"])
+def test_a_backward_of_nothing_but_views_is_measured_as_one_that_launches_nothing(reduce):
+    y = torch.randn(5, 8, requires_grad=True)
+    backend(reduce, passes=["channels_last"])(y).sum().backward()
+    assert torch.equal(y.grad, torch.ones(5, 8))
+    profile = last().profile
+    assert last().source == "tuned" and set(profile.kernels["nodes"].explode()) == {"sum_1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from torch.nn.modules import module as of_modules
 
 from fxopt import backend, session
 from fxopt.frozen import FrozenCode
+from fxopt.torch_api import dynamo
 
 X = torch.tensor([[1.0, 2.0, 3.0]])
 
@@ -226,3 +228,64 @@ def test_threads_that_see_one_change_fold_anew_once(optimized):
     for thread in threads:
         thread.join()
     assert not any(wrong) and len(wrong) == 6 and optimized._folds == 1
+
+
+class Parent(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+        self.other = nn.Linear(2, 1)
+
+
+def test_a_parents_state_dict_reaches_the_model_and_back(optimized):
+    parent, source = Parent(optimized), Parent(Model())
+    assert list(parent.state_dict()) == list(source.state_dict())
+    assert str(parent.load_state_dict(source.state_dict())) == "<All keys matched successfully>"
+    assert torch.equal(optimized.model.layer.weight, source.child.layer.weight) and agrees(optimized)
+    saved = parent.state_dict()
+    assert saved._metadata["child.model.layer"] == saved._metadata["child.layer"]
+    other = Model()
+    parent.load_state_dict({**saved, "child.layer.weight": other.layer.weight}, assign=True)
+    assert torch.equal(optimized.model.layer.weight, other.layer.weight) and agrees(optimized)
+    parent.load_state_dict({name: value for name, value in parent.named_parameters()})
+    incomplete = {**{k: v for k, v in saved.items() if k != "child.layer.bias"}, "child.no": torch.ones(1)}
+    found = parent.load_state_dict(incomplete, strict=False)
+    assert found.missing_keys == ["child.layer.bias"] and found.unexpected_keys == ["child.no"]
+    copied = copy.deepcopy(parent)
+    copied.load_state_dict(source.state_dict())
+    assert agrees(copied.child) and agrees(optimized)
+
+
+def test_a_model_with_a_part_called_model_keeps_its_names(monkeypatch):
+    monkeypatch.setattr(backend, "Tuner", Folding)
+    torch._dynamo.reset()
+    inner = nn.Sequential()
+    inner.model = nn.Linear(3, 2)
+    parent, source = Parent(session.optimize(inner.eval(), X)), Parent(copy.deepcopy(inner))
+    nn.init.ones_(source.child.model.weight)
+    assert list(parent.state_dict()) == list(source.state_dict())
+    parent.load_state_dict(source.state_dict())
+    assert torch.equal(inner.model.weight, torch.ones(2, 3)) and agrees(parent.child)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_module_may_be_part_of_a_model(monkeypatch):
+    monkeypatch.setattr(backend, "Tuner", Folding)
+    torch._dynamo.reset()
+    scripted = torch.jit.trace(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), X)
+    assert agrees(session.optimize(nn.Sequential(scripted, nn.Linear(3, 2)).eval(), X))
+
+
+def test_a_graph_that_is_kept_to_be_run_has_no_reference_to_tensors_of_the_caller():
+    def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        kept.append(dynamo.captured(gm))
+        return lambda *args: kept[0](*args)
+
+    kept: list[fx.GraphModule] = []
+    torch._dynamo.reset()
+    model = Model()
+    with torch.no_grad():  # with gradients Dynamo keeps it
+        assert torch.equal(torch.compile(model, backend=keep)(X), model(X))
+    gc.collect()
+    torch.utils.swap_tensors(model.layer.weight, nn.Parameter(model.layer.weight.detach() * 3))
+    assert torch.equal(kept[0](model.layer.weight, model.layer.bias, X)[0], model(X))
