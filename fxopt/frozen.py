@@ -32,13 +32,18 @@ class FrozenCode:
     None. (Whoever calls cannot call once more: of a model with graph breaks, graphs before this one have run.)
     """
 
-    otherwise: Callable[..., Any] | None = None
+    # Dynamo puts a function around this, and copies what stands in a __dict__ to it, where `let_go` would not reach.
+    __slots__ = (
+        *("_addresses", "_fn", "_gradients", "_pick", "_pick_kept", "_run", "_samples", "_tensors"),
+        *("_versions", "__weakref__", "otherwise"),
+    )
 
     def __init__(
         self, fn: Callable[..., Any], kept: Sequence[int], frozen: dict[int, torch.Tensor], check_contents: bool = True
     ) -> None:
         self._fn = fn
         self._run = self._first
+        self.otherwise: Callable[..., Any] | None = None
         positions = sorted(frozen)
         self._pick, self._pick_kept = picker(positions), picker(kept)
         self._tensors = [frozen[i] for i in positions]
@@ -61,7 +66,7 @@ class FrozenCode:
         return [(id(g), g._version) for g in map(_gradient, self._tensors) if g is not None]
 
     def __call__(self, *args: Any) -> Any:
-        tensors, samples = self._tensors, self._samples
+        run, tensors, samples = self._run, self._tensors, self._samples
         if not all(map(is_, self._pick(args), tensors)):
             return self._stale("the call brings other weights than those folded into this code", args)
         if samples is not None:
@@ -74,13 +79,21 @@ class FrozenCode:
             if samples.changed():
                 unseen = "the weights folded into this code have changed, unseen by torch (through .data?)"
                 return self._stale(unseen, args)
-        return self._run(*self._pick_kept(args))
+        return run(*self._pick_kept(args))
 
     def _first(self, *args: Any) -> Any:
         """The first call, after which the code knows what is to run, without anything around it (`OwnOutputs`)."""
-        outputs = self._fn(*args)
-        self._run = getattr(self._fn, "settled", None) or self._fn
+        fn = self._fn
+        outputs = fn(*args)
+        if self._fn is fn:  # `let_go` may have been called meanwhile
+            self._run = getattr(fn, "settled", None) or fn
         return outputs
+
+    def let_go(self) -> None:
+        """Hold neither weights nor what was folded of them any more: every later call is one with other weights."""
+        self._tensors = [object()] * len(self._tensors)  # type: ignore[list-item]
+        self._fn = self._run = self._stale
+        self._samples = None
 
     def _stale(self, reason: str, args: Sequence[Any]) -> Any:
         if self.otherwise is None:

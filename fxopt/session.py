@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -34,6 +35,8 @@ _counter, _version = itemgetter(_COUNTER), attrgetter("_version")
 #: held where weights are folded anew: of several threads that saw the same change one does so. Not the module's own,
 #: which could not be copied with it.
 _folding = threading.Lock()
+#: code with folded weights by the backend that made it; not in the backend, whose copies have code of their own
+_code: weakref.WeakKeyDictionary[Backend, list[FrozenCode]] = weakref.WeakKeyDictionary()
 
 
 class SessionBackend(Backend):
@@ -59,7 +62,13 @@ class SessionBackend(Backend):
             report.messages.append(rnn.describe(layers, report.profile))
         if isinstance(fn, FrozenCode):
             fn.otherwise = self._as_captured(dynamo.captured(gm))
+            _code.setdefault(self, []).append(fn)
         return fn
+
+    def let_go(self) -> None:
+        """Free what was folded. Dynamo keeps code for good, though a backend that is gone is never asked for again."""
+        for code in _code.pop(self, ()):
+            code.let_go()
 
     def _as_captured(self, captured: fx.GraphModule) -> Callable[..., Any]:
         number = self.calls
@@ -107,6 +116,8 @@ class OptimizedModule(nn.Module):
         self.train(model.training)
 
     def _compile(self) -> None:
+        if backend := self.__dict__.get("_backend"):
+            backend.let_go()
         self._backend = SessionBackend(
             self._mode,
             self._options,
@@ -116,7 +127,8 @@ class OptimizedModule(nn.Module):
         )
         # A fresh backend object makes Dynamo compile anew; plans make that cheap. Not an attribute by assignment: the
         # compiled form is a module too, and would be registered beside the model.
-        self.__dict__["_compiled"] = torch.compile(self.model, backend=self._backend)
+        self.__dict__["_compiled"] = dynamo.compile_apart(self.model, self._backend)
+        weakref.finalize(self, self._backend.let_go).atexit = False
         self._counted = self._count_updates()
 
     def _count_updates(self) -> list[int] | None:

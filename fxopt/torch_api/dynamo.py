@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,13 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     return copied
+
+
+def compile_apart(model: torch.nn.Module, backend: Any) -> Any:
+    """`torch.compile` of a model whose code no other backend will ever run. Where torch can keep it apart (2.13), it
+    does not count against the number of times that Dynamo compiles one class for all."""
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    return torch.compile(model, backend=backend, **apart)
 
 
 def captured(gm: fx.GraphModule) -> fx.GraphModule:

@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -289,3 +290,30 @@ def test_a_graph_that_is_kept_to_be_run_has_no_reference_to_tensors_of_the_calle
     gc.collect()
     torch.utils.swap_tensors(model.layer.weight, nn.Parameter(model.layer.weight.detach() * 3))
     assert torch.equal(kept[0](model.layer.weight, model.layer.bias, X)[0], model(X))
+
+
+def test_models_that_are_gone_hold_no_weights_and_do_not_count_for_the_next_ones(monkeypatch):
+    monkeypatch.setattr(backend, "Tuner", Folding)
+    torch._dynamo.reset()
+    alive, most = list[Any](), torch._dynamo.config.recompile_limit
+    for _ in range(most + 2):
+        model = Model().eval()
+        fast = session.optimize(model, X)
+        assert agrees(fast)
+        assert fast.report.graphs
+        alive.append(weakref.ref(model.layer.weight))
+        del model, fast
+        gc.collect()
+    assert not any(weight() is not None for weight in alive)
+
+
+def test_code_that_is_folded_anew_holds_nothing_of_what_it_was(optimized):
+    (code,) = session._code[optimized._backend]
+    constants = weakref.ref(code._fn)
+    with torch.no_grad():
+        optimized.model.layer.weight.mul_(2)
+    assert agrees(optimized)
+    gc.collect()
+    assert constants() is None
+    layer = optimized.model.layer
+    assert torch.equal(code(layer.weight, layer.bias, X)[0], optimized(X)), "a thread may be in it"
