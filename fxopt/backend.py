@@ -135,7 +135,7 @@ def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
 
     What is wrong with the caller's own call (an index out of range, types that do not fit) is no failure of fxopt's.
     """
-    if dynamo.collectives(gm):  # in which the other ranks would not take part
+    if dynamo.collectives(gm) or dynamo.effectful(gm):  # in which other ranks would not take part; once too often
         return ""
     from fxopt.reference import clone_inputs
 

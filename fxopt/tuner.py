@@ -76,6 +76,9 @@ class Tuner:
             return self.plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
         if written := dynamo.written_attributes(self.gm):
             return self.plain(writes_to_its_own(written), source="skipped")
+        if effects := dynamo.effectful(self.gm):
+            why = f"the graph has effects beside its outputs ({effects[0]}), which measuring would repeat"
+            return self.plain(why, source="skipped")
         if self.wanted:
             with dynamo.outside_tracing():
                 self.real = training.aliases(self.real)

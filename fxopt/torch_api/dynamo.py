@@ -546,6 +546,24 @@ def collectives(gm: fx.GraphModule) -> list[str]:
     return found
 
 
+def effectful(gm: fx.GraphModule) -> list[str]:
+    """Names of the graph's nodes that call operators registered as having effects, which torch never repeats, drops or
+    puts into another order: they print, log or send something, and measuring would do so dozens of times."""
+    from torch._higher_order_ops import effects
+
+    effect_of = getattr(effects, "_get_effect", None)
+    if effect_of is None:  # torch before 2.11
+        return []
+
+    def acts(target: Any) -> bool:
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            return any(acts(getattr(target, name)) for name in target.overloads())
+        return isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) and bool(effect_of(target))
+
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return [n.name for graph in graphs for n in graph.nodes if n.op == "call_function" and acts(n.target)]
+
+
 def current_compile_id() -> str:
     """Dynamo's id of the compilation under way ("0/0"), or "" outside one."""
     compile_id = torch._guards.CompileContext.current_compile_id()

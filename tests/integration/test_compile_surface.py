@@ -313,3 +313,25 @@ def test_several_models_are_tuned_at_once_in_threads(busy, new_reports):
             torch.testing.assert_close(result, function(x))
     assert [report.source for report in new_reports()] == ["tuned"] * 3
     assert all("mm" not in str(list(report.profile.nodes["target"])) for report in new_reports())
+
+
+def test_an_operator_with_effects_is_called_once_a_call(monkeypatch):
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    given_ceilings(monkeypatch)
+    calls: list[int] = []
+
+    @torch.library.custom_op("fxopt_tests::sends", mutates_args=())
+    def sends(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + 1
+
+    sends.register_fake(torch.empty_like)
+    handle = _register_effectful_op("fxopt_tests::sends", _EffectType.ORDERED)
+    try:
+        model, x = compiled(lambda x: sends(x) * 2), torch.ones(3)
+        for number in (1, 2):
+            assert torch.equal(model(x), torch.full((3,), 4.0)) and len(calls) == number
+        assert last().source == "skipped" and "effects beside its outputs (sends" in last().messages[0]
+    finally:
+        handle.destroy()

@@ -88,7 +88,8 @@ def test_evaluation_training_and_evaluation_again_after_folding(monkeypatch):
         assert relative(fast(x), before) > 1e-3
     model[0].load_state_dict(other[0].state_dict())  # and not the statistics, whose counter would tell as well
     with torch.no_grad():
-        torch.testing.assert_close(fast(x), model(x))
+        for _ in range(2):  # the call that finds the change, and the next
+            torch.testing.assert_close(fast(x), model(x))
     assert len(fast.report.graphs) == 3, "each change is one compilation"
 
 
