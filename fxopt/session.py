@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 
 from fxopt import eager_modules, rnn, samples
 from fxopt.backend import Backend
@@ -23,7 +24,7 @@ from fxopt.frozen import FrozenCode
 from fxopt.report.model import GraphReport, Report
 from fxopt.torch_api import dynamo
 from fxopt.torch_api import rnn as tracing
-from fxopt.torch_api.calls import callable_of, set_grad_enabled
+from fxopt.torch_api.calls import callable_of, set_grad_enabled, transformed
 from fxopt.tuner import FxoptWarning
 from fxopt.warning import warn
 
@@ -168,6 +169,12 @@ class OptimizedModule(nn.Module):
             return model(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._apart(*args, **kwargs)
+        if forward_ad._current_level >= 0 or transformed() is not None:
+            warn(
+                "forward-mode derivatives and torch.func's transforms pass through no compiled code: the original "
+                "model runs in its place"
+            )
+            return model(*args, **kwargs)
         if own["_untimed"] and sys.getprofile() is None:  # of the caller's own profiler nothing is taken
             return self._time(args, kwargs)
         gradients = torch.is_grad_enabled()

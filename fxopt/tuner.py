@@ -50,7 +50,8 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self.device = graph_device(self.inputs)
-        self.real = dynamo.concrete(self.inputs)
+        self.unknown = dynamo.without_value(self.inputs)
+        self.real = [] if self.unknown else dynamo.concrete(self.inputs)
         self.wanted = training.needed(self.inputs)
         self.budget = parse_precision(self.options.precision)
         self.static = dynamo.static_inputs(self.gm, self.inputs)
@@ -68,7 +69,7 @@ class Tuner:
 
     def run(self) -> Callable[..., Any]:
         """The code to keep. Raises only what the fallback, plain Inductor, would have to answer for."""
-        reason = unsupported(self.inputs, self.device)
+        reason = self.unknown or unsupported(self.inputs, self.device)
         if reason:
             return self.plain(reason, source="skipped")
         if communicating := dynamo.collectives(self.gm):

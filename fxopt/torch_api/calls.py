@@ -10,6 +10,8 @@ from torch.nn.modules import module
 
 #: torch.set_grad_enabled, without the object that could put the mode back: 0.1 us in place of 0.6
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+#: the innermost transform of torch.func (vmap, grad, jvp) that is under way, None outside of all
+transformed: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 #: the address of the current stream of the device of this number (-1: of the current device); 0 in builds without CUDA
 current_stream_address: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 #: how many tensors hold the storage at an address, its `_cdata`; one more where Python has an object of it

@@ -397,6 +397,15 @@ def concrete(inputs: Sequence[Any]) -> list[Any]:
     return [_hint(value) if isinstance(value, symbols) else value for value in inputs]
 
 
+def without_value(inputs: Sequence[Any]) -> str:
+    """Why nothing can be measured where a size is said to be anybody's (`mark_unbacked`); "" elsewhere."""
+    try:
+        concrete(inputs)
+    except GraphUnsupported as error:
+        return str(error)
+    return ""
+
+
 def _hint(value: Any) -> Any:
     hint = value.node.hint
     if hint is None:

@@ -335,3 +335,12 @@ def test_an_operator_with_effects_is_called_once_a_call(monkeypatch):
         assert last().source == "skipped" and "effects beside its outputs (sends" in last().messages[0]
     finally:
         handle.destroy()
+
+
+def test_a_size_that_has_no_value_yet_is_left_to_plain_inductor_without_a_warning():
+    x, layer = torch.randn(5, 8), nn.Linear(8, 4)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(compiled(layer)(x), layer(x))
+    assert not warned(caught) and last().source == "skipped" and "has no value before" in last().messages[0]

@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as of_modules
 
 from fxopt import backend, session
 from fxopt.frozen import FrozenCode
 from fxopt.torch_api import dynamo
+from fxopt.warning import FxoptWarning
 
 X = torch.tensor([[1.0, 2.0, 3.0]])
 
@@ -317,3 +319,17 @@ def test_code_that_is_folded_anew_holds_nothing_of_what_it_was(optimized):
     assert constants() is None
     layer = optimized.model.layer
     assert torch.equal(code(layer.weight, layer.bias, X)[0], optimized(X)), "a thread may be in it"
+
+
+def test_transforms_and_forward_mode_derivatives_go_through_the_model_itself(optimized):
+    model, tangent = optimized.model, torch.ones_like(X)
+    with pytest.warns(FxoptWarning, match="the original model"):
+        got = torch.func.jvp(optimized, (X,), (tangent,))
+    assert all(map(torch.equal, got, torch.func.jvp(model, (X,), (tangent,))))
+    with pytest.warns(FxoptWarning, match="the original model"), forward_ad.dual_level():
+        derivative = forward_ad.unpack_dual(optimized(forward_ad.make_dual(X, tangent))).tangent
+        assert torch.equal(derivative, got[1])
+    with pytest.warns(FxoptWarning, match="the original model"):
+        gradient = torch.func.grad(lambda x: optimized(x).sum())(X)
+    assert torch.equal(gradient, torch.func.grad(lambda x: model(x).sum())(X)) and gradient.any()
+    assert agrees(optimized)
