@@ -69,6 +69,8 @@ class FreezeWeights(ConfigPass):
                 yield position, Candidate(name, "an inference tensor: torch does not count what is written to it")
             elif storage_of(nodes[position]) in returned:
                 yield position, Candidate(name, "the graph returns it, or a view of it")
+            elif not inputs[position].numel():  # MKL refuses to pack it, on stderr
+                yield position, Candidate(name, "it has no elements")
             elif not nodes[position].users:
                 yield position, Candidate(name, "unused")
             else:

@@ -110,3 +110,9 @@ def test_weights_in_the_memory_of_a_written_input_are_not_frozen():
 def test_graphs_that_it_does_not_apply_to(fields, because):
     context = testing.context(FreezeWeights(), **fields)
     testing.refuses(FreezeWeights(), *normalised("convolution"), because=because, context=context)
+
+
+def test_a_weight_without_elements_is_not_frozen():
+    result = testing.run(FreezeWeights(), testing.capture(nn.Linear(0, 4).eval(), torch.ones(2, 0)))
+    assert [why for _, why in result.report.refused] == ["it has no elements"]
+    assert result.configuration is not None and len(result.configuration.freeze) == 1, "the bias"
