@@ -18,7 +18,7 @@ from fxopt.options import Mode, OptionError, split_options
 from fxopt.overlap import OverlapWatch
 from fxopt.report.model import GraphReport, remember
 from fxopt.stage import stage_of
-from fxopt.torch_api import dynamo, inductor
+from fxopt.torch_api import dynamo, graph_effects, inductor
 from fxopt.tuner import FxoptWarning, Tuner, graph_device, warn
 
 __all__ = ["Backend", "FxoptWarning", "profile_guided"]
@@ -135,7 +135,8 @@ def _fails_by_itself(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
 
     What is wrong with the caller's own call (an index out of range, types that do not fit) is no failure of fxopt's.
     """
-    if dynamo.collectives(gm) or dynamo.effectful(gm):  # in which other ranks would not take part; once too often
+    # Other ranks would not take part, and effects would come once too often.
+    if graph_effects.collectives(gm) or graph_effects.effectful(gm):
         return ""
     from fxopt.reference import clone_inputs
 

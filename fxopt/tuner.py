@@ -20,7 +20,7 @@ from fxopt.precision import Precision, parse_precision
 from fxopt.registry import PassContext, spelled
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
 from fxopt.torch_api import distributed as job
-from fxopt.torch_api import dynamo, inductor
+from fxopt.torch_api import dynamo, graph_effects, inductor
 from fxopt.warning import FxoptWarning, warn
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ class Tuner:
         reason = self.unknown or unsupported(self.inputs, self.device)
         if reason:
             return self.plain(reason, source="skipped")
-        if communicating := dynamo.collectives(self.gm):
+        if communicating := graph_effects.collectives(self.gm):
             # A rank that measured it alone would wait for the others for ever.
             return self.plain(f"the graph communicates with other ranks ({communicating[0]})", source="skipped")
         if written := dynamo.written_attributes(self.gm):
             return self.plain(writes_to_its_own(written), source="skipped")
-        if effects := dynamo.effectful(self.gm):
+        if effects := graph_effects.effectful(self.gm):
             why = f"the graph has effects beside its outputs ({effects[0]}), which measuring would repeat"
             return self.plain(why, source="skipped")
         if self.wanted:
@@ -292,7 +292,7 @@ class Tuner:
             matrix_units=frozenset(roofline.matrix_units(self.device)),
             static=self.static,
             mutated=mutated,
-            random=tuple(dynamo.random_operations(self.gm)),
+            random=tuple(graph_effects.random_operations(self.gm)),
             dynamic=dynamo.symbolic(self.inputs, self.gm),
             session=self.session,
             cache=self.store.root / "measured",

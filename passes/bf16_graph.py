@@ -28,7 +28,8 @@ from torch import fx
 from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import Candidate, ConfigPass, Configuration, PassContext, Stage
-from fxopt.torch_api.dynamo import placeholders, storage_of, uncastable
+from fxopt.torch_api.casts import uncastable
+from fxopt.torch_api.dynamo import placeholders, storage_of
 
 
 @dataclass(frozen=True)

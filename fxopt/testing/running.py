@@ -25,7 +25,7 @@ from fxopt.registry import (
 )
 from fxopt.testing.capturing import EXAMPLE_INPUTS, STATIC_INPUTS, capture, placeholders
 from fxopt.testing.printing import text
-from fxopt.torch_api import dynamo, inductor
+from fxopt.torch_api import casts, dynamo, graph_effects, inductor
 from fxopt.torch_api.rnn import BeforeAutograd
 
 __all__ = ["Labels", "Result", "context", "labels", "refuses", "run"]
@@ -223,7 +223,7 @@ def _context_of(p: Pass, graph: fx.GraphModule, given: tuple[Label, ...], precis
         precision=precision,
         static=frozenset(graph.meta.get(STATIC_INPUTS, ())),
         mutated=written_inputs(graph),
-        random=tuple(dynamo.random_operations(graph)),
+        random=tuple(graph_effects.random_operations(graph)),
         dynamic=dynamo.symbolic([], graph),
     )
 
@@ -261,7 +261,7 @@ def _configured(p: ConfigPass, graph: fx.GraphModule, inputs: list[Any], context
     configuration = p.configure(accepted, context)
     module = _copied(graph)
     if configuration.compute:
-        dynamo.cast_inputs(module, configuration.compute)
+        casts.cast_inputs(module, configuration.compute)
     kept = dynamo.freeze_inputs(module, inputs, configuration.freeze)
 
     before_autograd = configuration.patches.get(BeforeAutograd.OPTION)

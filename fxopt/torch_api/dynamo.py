@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 import os
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class GraphUnsupported(RuntimeError):
@@ -237,7 +235,7 @@ def freeze_inputs(gm: fx.GraphModule, inputs: Sequence[Any], positions: frozense
 
 def storage_of(node: fx.Node) -> int | None:
     """What tells the memory of a node's value in Dynamo's graph from any other; None where it is no plain tensor."""
-    value = _value(node)
+    value = value_of(node)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
@@ -266,117 +264,9 @@ def own_outputs(gm: fx.GraphModule) -> dict[int, Any]:
     return found
 
 
-def _value(node: fx.Node) -> Any:
+def value_of(node: fx.Node) -> Any:
     """What is known of a node's value, in Dynamo's graph or in an ATen one."""
     return node.meta.get("example_value", node.meta.get("val"))
-
-
-def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
-    """Cast the inputs at these positions before anything reads them, and fp32 outputs back, in place.
-
-    A finite number beyond the narrower type's largest becomes that. `gm` must be a copy of Dynamo's graph.
-    """
-    graph, nodes = gm.graph, placeholders(gm)
-    returned = graph.output_node().all_input_nodes
-    fp32 = [node for node in returned if getattr(_value(node), "dtype", None) == torch.float32]
-    convert = torch.ops.prims.convert_element_type.default
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for position, dtype in dtypes.items():
-        source = nodes[position]
-        readers = list(source.users)
-        with graph.inserting_before(first):
-            cast = graph.call_function(convert, (source, dtype))
-            # Of a mask of float32's least number -Inf would be left, and NaN of a row of them.
-            most = torch.finfo(dtype).max
-            held = graph.call_function(torch.clamp, (cast, -most, most))
-            infinite = graph.call_function(torch.isinf, (source,))
-            cast = graph.call_function(torch.where, (infinite, cast, held))
-        for reader in readers:
-            reader.replace_input_with(source, cast)
-    output = graph.output_node()
-    for node in fp32:
-        with graph.inserting_before(output):
-            output.replace_input_with(node, _widened(graph, node))
-    gm.recompile()
-
-
-def _widened(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`node` in fp32, with the strides that it has: a cast makes a dense tensor of what is a part of one, as the last
-    rows of logits are. Cast is then what it is a part of, and of that the same part is given.
-    """
-    base = node
-    while not _dense(_value(base)) and base.args and isinstance(base.args[0], fx.Node):
-        source = base.args[0]
-        if storage_of(base) is None or storage_of(base) != storage_of(source) or source.op == "placeholder":
-            break
-        base = source
-    part, whole = _value(node), _value(base)
-    again = base is not node and _dense(whole)
-    value = graph.call_function(torch.ops.prims.convert_element_type.default, (base if again else node, torch.float32))
-    if again:
-        offset = part.storage_offset() - whole.storage_offset()
-        # Not the views themselves: of what they leave out Inductor would make nothing, and so another layout.
-        value = graph.call_function(torch.as_strided, (value, tuple(part.shape), part.stride(), offset))
-    return value
-
-
-def _dense(value: Any) -> bool:
-    """Whether a tensor's elements fill its memory without gaps or overlaps; also where its sizes do not tell."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return True
-    if any(isinstance(size, torch.SymInt) for size in value.shape):
-        return True
-    step = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1 and stride != step:
-            return value.numel() == 0
-        step *= size
-    return True
-
-
-#: operators that take floating-point tensors of one type alone; of fake tensors they do not ask for it
-_OF_ONE_TYPE = frozenset(
-    {
-        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution", "lerp"),
-        *("index_put", "index_put_", "index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce"),
-        *("masked_scatter", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
-        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        "_scaled_dot_product_fused_attention_overrideable",
-    }
-)
-
-
-class _OneType(TorchDispatchMode):
-    """Raises RuntimeError where an operator meets two types of which it takes one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _OF_ONE_TYPE:
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-            met = sorted({str(x.dtype).removeprefix("torch.") for x in given})
-            if len(met) > 1:
-                raise RuntimeError(f"{func.overloadpacket.__name__} of {' and '.join(met)}")
-        return func(*args, **(kwargs or {}))
-
-
-def uncastable(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> str:
-    """Why the graph does not run with its inputs cast as by `cast_inputs`: what it makes itself may be of a type that
-    does not go with theirs. "" where it runs, and where shapes are symbolic or values unknown, so that nobody can say.
-    """
-    values = [_value(node) for node in placeholders(gm)]
-    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
-    if not modes or symbolic(values, gm):
-        return ""
-    cast = copy_graph(gm)
-    cast_inputs(cast, dtypes)
-    with outside_tracing(), modes[0], torch.no_grad(), _OneType():
-        fresh = [value.clone() if isinstance(value, FakeTensor) else value for value in values]
-        try:
-            cast(*fresh)
-        except Exception as error:
-            with contextlib.suppress(Exception):  # then the types are not what is wrong
-                gm(*fresh)
-                return str(error).partition("\n")[0]
-    return ""
 
 
 def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:
@@ -384,7 +274,7 @@ def symbolic(inputs: Sequence[Any], gm: fx.GraphModule) -> bool:
     if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in inputs):
         return True
     for node in placeholders(gm):
-        value = _value(node)
+        value = value_of(node)
         if isinstance(value, torch.SymInt):
             return True
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -517,61 +407,6 @@ def nothing_donated() -> None:
     metadata = context.fw_metadata if context is not None else None
     if metadata is not None and getattr(metadata, "bw_donated_idxs", []) is None:
         metadata.bw_donated_idxs = []
-
-
-def random_operations(gm: fx.GraphModule) -> list[str]:
-    """Names of the graph's nodes that draw random numbers, as far as their target says so."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        if any(word in target for word in ("rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")):
-            found.append(node.name)
-        elif "dropout" in target:
-            training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-            probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-            if training and probability:
-                found.append(node.name)
-    return found
-
-
-#: where functional collectives and traced calls of torch.distributed come from
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
-
-
-def collectives(gm: fx.GraphModule) -> list[str]:
-    """Names of the graph's nodes that communicate with other ranks: one rank that runs them alone waits for ever."""
-    found = []
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            target = node.target
-            if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-                operator = target if isinstance(target, torch._ops.OpOverloadPacket) else target.overloadpacket
-                communicates = operator._qualified_op_name.partition("::")[0] in _COLLECTIVES
-            else:
-                communicates = str(getattr(target, "__module__", "")).startswith("torch.distributed")
-            if communicates and node.op == "call_function":
-                found.append(node.name)
-    return found
-
-
-def effectful(gm: fx.GraphModule) -> list[str]:
-    """Names of the graph's nodes that call operators registered as having effects, which torch never repeats, drops or
-    puts into another order: they print, log or send something, and measuring would do so dozens of times."""
-    from torch._higher_order_ops import effects
-
-    effect_of = getattr(effects, "_get_effect", None)
-    if effect_of is None:  # torch before 2.11
-        return []
-
-    def acts(target: Any) -> bool:
-        if isinstance(target, torch._ops.OpOverloadPacket):
-            return any(acts(getattr(target, name)) for name in target.overloads())
-        return isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) and bool(effect_of(target))
-
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return [n.name for graph in graphs for n in graph.nodes if n.op == "call_function" and acts(n.target)]
 
 
 def current_compile_id() -> str:

@@ -28,7 +28,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from fxopt.frozen import FrozenCode
 from fxopt.options import OptionError
 from fxopt.own_outputs import OwnOutputs
-from fxopt.torch_api import dynamo
+from fxopt.torch_api import casts, dynamo
 
 T = TypeVar("T")
 
@@ -318,7 +318,7 @@ def compile_graph(
         kept: list[int] | None = None
         arguments = list(inputs)
         if compute:
-            dynamo.cast_inputs(copied, compute)
+            casts.cast_inputs(copied, compute)
         if freeze:
             kept = dynamo.freeze_inputs(copied, inputs, freeze)
             arguments = [inputs[index] for index in kept]

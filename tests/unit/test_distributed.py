@@ -15,7 +15,7 @@ from torch import nn
 from fxopt import distributed
 from fxopt.distributed import Group, NoAgreement, Session
 from fxopt.plan import PassUse, Plan, plan_key
-from fxopt.torch_api import dynamo
+from fxopt.torch_api import graph_effects
 
 KEY = plan_key(graph="a graph")
 PLAN = Plan(key=KEY, decision="candidate", passes=[PassUse(name="p", stage="joint")])
@@ -238,7 +238,7 @@ def test_a_graph_that_communicates_is_known_by_its_operators():
         seen: list[list[str]] = []
 
         def backend(gm, inputs):
-            seen.append(dynamo.collectives(gm))
+            seen.append(graph_effects.collectives(gm))
             return gm.forward
 
         torch._dynamo.reset()
