@@ -68,9 +68,11 @@ class Trials:
         gc.collect()  # what lost is full of cycles, and may hold a copy of the weights
         before = memory.allocated(self.calls.device)
         idle: frozenset[str] = frozenset()
-        failure = ""
+        failure, nothing_to_do = "", ""
         if step.together:
             step, idle, failure, _held = self._of_use(step)  # builds live only while somebody holds them
+        elif not step.removal and not (nothing_to_do := self._idle_on_sight(step)):
+            step, _held = self._others_at_work(step)
         entry = CandidateReport(
             "+".join(map(spelled, step.passes)),
             [p.name for p in step.passes],
@@ -82,8 +84,8 @@ class Trials:
         if step.proposal is not None:
             entry.headroom_ns, entry.headroom_by_class = step.proposal.headroom_ns, dict(step.proposal.by_class)
         self.report.candidates.append(entry)
-        if not step.together and not step.removal and (why := self._idle_on_sight(step)):
-            entry.outcome, entry.reason = "rejected", f"{step.subject.name} found nothing to do: {why}"
+        if nothing_to_do:
+            entry.outcome, entry.reason = "rejected", f"{step.subject.name} found nothing to do: {nothing_to_do}"
             self.say(f"{entry.name}: {entry.reason}")
             return None
         if failure:
@@ -129,6 +131,28 @@ class Trials:
         if resting:
             build = self.hold(replace(build, passes=left, reports=[r for r in build.reports if r.name not in resting]))
         return replace(step, passes=tuple(left), subject=left[-1]), frozenset(idle), "", build
+
+    def _others_at_work(self, step: Step) -> tuple[Step, Build | None]:
+        """`step` without passes that find nothing to do beside its subject, and the code of what is left.
+
+        A pass that was at work under another variant of the subject may not be under this one: where a recurrent layer
+        in TF32 leaves no fp32 product, there is none to set to TF32. That is no fault of the subject's.
+        """
+        build = None
+        try:
+            with phase(self.report, "compile candidates"):
+                while True:
+                    build = self.build(step.passes)
+                    idle = {r.name: why_idle(r) for r in build.reports if not at_work(r) and not r.error}
+                    if not idle or step.subject.name in idle or build.errors:
+                        return step, build
+                    left = tuple(p for p in step.passes if p.name not in idle and not idle.keys() & set(p.needs))
+                    if step.subject not in left:
+                        return step, build
+                    self.idle |= idle
+                    step = replace(step, passes=left)
+        except Exception:  # which is told where the code is asked for once more
+            return step, build
 
     def _idle_on_sight(self, step: Step) -> str:
         """Why the pass to be added finds nothing to do; "" where it does, or where compiling has to show it."""

@@ -85,7 +85,7 @@ _OF_ONE_TYPE = frozenset(
         *("index_put", "index_put_", "index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce"),
         *("masked_scatter", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
         *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        "_scaled_dot_product_fused_attention_overrideable",
+        *("_scaled_dot_product_fused_attention_overrideable", "rnn", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     }
 )
 

@@ -11,7 +11,7 @@ from compiled_graphs import dynamo_graph
 from torch import nn
 
 import fxopt
-from fxopt import testing
+from fxopt import rnn, testing
 from fxopt.build import Builder
 from fxopt.registry import order
 from fxopt.testing import stand_ins
@@ -138,6 +138,19 @@ def test_a_graph_whose_own_fp32_values_do_not_go_with_bf16_is_left_alone(fresh_d
     assert torch.equal(out, scaled(x))
     build, _ = built(lambda x: torch.full_like(x, 2.0) @ x, x)
     assert not build.reports[0].refused, "what is made like an input has its type"
+
+
+def test_a_recurrent_layer_with_a_state_of_the_graphs_own_is_left_alone(fresh_dynamo):
+    layer = nn.LSTM(16, 16, batch_first=True).eval()
+    weights = [w.detach() for w in layer._flat_weights]
+
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(1, 2, 16)
+        return rnn.RNN(x, [state, state], list(weights), None, "lstm", True, 1, False, True, "")[0]
+
+    build, _ = built(run, torch.randn(2, 3, 16), *weights)
+    refused = {reason for report in build.reports for _, reason in report.refused}
+    assert not build.errors and any("do not go with bf16: rnn of bfloat16 and float32" in r for r in refused), refused
 
 
 def test_a_graph_that_returns_a_view_of_an_input_is_left_alone(fresh_dynamo):

@@ -292,6 +292,30 @@ def test_an_idle_pass_and_a_wrapping_one_cost_no_compilation(monkeypatch):
     assert bench.built == ["tile"]
 
 
+def test_a_pass_that_finds_nothing_to_do_beside_another_variant_leaves(monkeypatch):
+    """A variant of one pass may take what another one worked on; that is no reason against the variant."""
+
+    def build(self, passes):
+        code = Code(passes, *self.times["+".join(map(spelled, passes))], 0)
+        if Tile(2) in passes and Fuse() in passes:
+            idle = PassReport("fuse", "joint", 1, 0, refused=(("mm", "no product is left"),))
+            code.reports, code.effective = [code.reports[0], idle], False
+        return code
+
+    monkeypatch.setattr(Bench, "build", build)
+    times = {"tile+fuse": (50.0, 50.0), "tile[size=2]+fuse": (25.0, 25.0), "tile[size=2]": (20.0, 20.0)}
+    bench = Bench(monkeypatch, times)
+    bench.trials.builder.idle = lambda p, build: ""
+    first = bench.trials.evaluate(Step((Tile(), Fuse()), Fuse()), None)
+    other = bench.trials.evaluate(Step((Tile(2), Fuse()), Tile(2)), first)
+    assert other is not None and other.passes == [Tile(2)] and other.entry.paired.ratio == 2.5
+    assert bench.report.candidates[-1].passes == ["tile"]
+    assert bench.trials.idle == {"fuse": "no product is left"}
+    # The subject itself is told of, as ever.
+    assert bench.trials.evaluate(Step((Tile(2), Fuse()), Fuse()), first) is None
+    assert bench.report.candidates[-1].reason == "fuse found nothing to do: no product is left"
+
+
 def test_what_only_wraps_code_that_is_held_needs_no_compiling(monkeypatch):
     trials = Bench(monkeypatch, {"tile": (50.0, 50.0)}).trials
     assert trials.compiles(Step((Tile(), Wrap()), Wrap()))
