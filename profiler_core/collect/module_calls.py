@@ -1,7 +1,7 @@
 """Sees every call of an ``nn.Module``, and of a function that torch.compile returned, while a program runs.
 
 Not by torch's global hooks: torch.compile traces those into its graphs, and warns of them. ``nn.Module.__call__`` is
-replaced instead, by a function that torch.compile traces through as if it were not there. All that touches private
+replaced instead, by a function that torch.compile looks at as if it were not there. All that touches private
 attributes of ``torch._dynamo`` for it is in this module. Tested with torch 2.11 and 2.13.
 """
 
@@ -60,7 +60,8 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
     A subclass with a ``__call__`` of its own is seen where that calls nn.Module's.
     """
-    unseen_by_dynamo(watcher.called, Call.__init__, Call.__call__)
+    # `_seen` as well: a graph that began there would have other names of its inputs than the program's own has.
+    unseen_by_dynamo(_seen, watcher.called, Call.__init__, Call.__call__)
     before, compiler = torch.nn.Module.__call__, torch.compile
     torch.nn.Module.__call__ = _seen  # type: ignore[method-assign]
     torch.compile = _compile(compiler)

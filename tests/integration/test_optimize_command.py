@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +32,43 @@ def test_of_a_function_the_model_is_optimised_with_its_weights_held_constant(cap
     captured = capsys.readouterr()
     assert [graph["source"] for graph in json.loads(captured.out)["graphs"]] == ["apply"]
     assert "to have it in the program" not in captured.err
+
+
+COMPILES = """
+import torch
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+def step(x):
+    return model(x) + 1
+
+model, torchs = Two().eval(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+compiled = [torch.compile(f, backend="profile_guided") for f in (Two().eval(), torchs, step)]
+with torch.no_grad():
+    for one in compiled:
+        one(torch.ones(4, 8))
+"""
+
+
+def test_graphs_of_a_program_that_calls_torch_compile_have_the_keys_that_they_have_without_fxopt(tmp_path, capsys):
+    """So that the program finds the plans itself."""
+    script = tmp_path / "compiles.py"
+    script.write_text(COMPILES)
+    assert run(["optimize", str(script), "-o", "mode=apply", "--json"]) == 0
+    seen = [graph["key"] for graph in json.loads(capsys.readouterr().out)["graphs"]]
+    own = "import fxopt; print('keys', *(graph.key for graph in fxopt.last_report().graphs))"
+    script.write_text(COMPILES.replace("one(torch.ones(4, 8))", f"one(torch.ones(4, 8))\n        {own}"))
+    environ = os.environ | {"FXOPT_MODE": "apply"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environ)
+    keys = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("keys")]
+    assert len(set(seen)) == 3 and keys == [[key] for key in seen]
 
 
 def test_a_program_without_a_model_is_told(tmp_path, capsys):
