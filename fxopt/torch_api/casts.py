@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,30 +39,38 @@ def cast_inputs(gm: fx.GraphModule, dtypes: Mapping[int, torch.dtype]) -> None:
         for reader in readers:
             reader.replace_input_with(source, cast)
     output = graph.output_node()
+    memory = Counter(storage_of(node) for node in fp32)
+    wide: dict[fx.Node, fx.Node] = {}
     for node in fp32:
-        with graph.inserting_before(output):
-            output.replace_input_with(node, _widened(graph, node))
+        if node.op != "get_attr":  # which nobody has cast
+            with graph.inserting_before(output):
+                output.replace_input_with(node, _widened(graph, node, wide, memory[storage_of(node)] > 1))
     gm.recompile()
 
 
-def _widened(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`node` in fp32, with the strides that it has: a cast makes a dense tensor of what is a part of one, as the last
-    rows of logits are. Cast is then what it is a part of, and of that the same part is given.
+def _widened(graph: fx.Graph, node: fx.Node, wide: dict[fx.Node, fx.Node], shares: bool) -> fx.Node:
+    """`node` in fp32, with the strides that it has, and in one memory with the outputs that it shares memory with.
+
+    A cast makes a dense tensor of what is a part of one, as the last rows of logits are. Cast is then what it is a part
+    of, once for all such outputs (`wide`), and of that the same part is given.
     """
     base = node
-    while not _dense(value_of(base)) and base.args and isinstance(base.args[0], fx.Node):
+    while (shares or not _dense(value_of(base))) and base.args and isinstance(base.args[0], fx.Node):
         source = base.args[0]
         if storage_of(base) is None or storage_of(base) != storage_of(source) or source.op == "placeholder":
             break
         base = source
     part, whole = value_of(node), value_of(base)
     again = base is not node and _dense(whole)
-    value = graph.call_function(torch.ops.prims.convert_element_type.default, (base if again else node, torch.float32))
-    if again:
-        offset = part.storage_offset() - whole.storage_offset()
-        # Not the views themselves: of what they leave out Inductor would make nothing, and so another layout.
-        value = graph.call_function(torch.as_strided, (value, tuple(part.shape), part.stride(), offset))
-    return value
+    cast = base if again else node
+    if cast not in wide:
+        wide[cast] = graph.call_function(torch.ops.prims.convert_element_type.default, (cast, torch.float32))
+    same = part.shape == whole.shape and part.stride() == whole.stride()
+    if not again or (same and part.storage_offset() == whole.storage_offset()):
+        return wide[cast]
+    offset = part.storage_offset() - whole.storage_offset()
+    # Not the views themselves: of what they leave out Inductor would make nothing, and so another layout.
+    return graph.call_function(torch.as_strided, (wide[cast], tuple(part.shape), part.stride(), offset))
 
 
 def _dense(value: Any) -> bool:

@@ -15,7 +15,7 @@ from fxopt import rnn, testing
 from fxopt.build import Builder
 from fxopt.registry import order
 from fxopt.testing import stand_ins
-from fxopt.torch_api import dynamo
+from fxopt.torch_api import casts, dynamo
 from passes.bf16_graph import Bf16Graph
 from passes.freeze_weights import FreezeWeights
 from profiler_core import roofline
@@ -80,7 +80,8 @@ class Last(nn.Module):
         y, z = self.head(x), self.head(x.flip(0))
         part = z.transpose(0, 1)[1:, :, ::2]
         z += 1
-        return y[:, -1], part, y[0, :1].expand(3, -1), y.mT
+        w = self.head(x * 2)
+        return y[:, -1], part, y[0, :1].expand(3, -1), y.mT, w, w.transpose(0, 1)
 
 
 def test_parts_of_a_result_have_the_strides_that_the_graph_gives_them(fresh_dynamo):
@@ -89,9 +90,31 @@ def test_parts_of_a_result_have_the_strides_that_the_graph_gives_them(fresh_dyna
     build, arguments = built(model, x)
     assert build.effective and not build.errors
     with torch.no_grad():
-        for found, expected in zip(build.fn(*arguments), model(x), strict=True):
-            assert found.dtype == torch.float32 and found.stride() == expected.stride()
-            assert 1e-4 < error(found, expected) < 2e-2
+        outputs, right = build.fn(*arguments), model(x)
+    for found, expected in zip(outputs, right, strict=True):
+        assert found.dtype == torch.float32 and found.stride() == expected.stride()
+        assert 1e-4 < error(found, expected) < 2e-2
+    assert [outputs[i].data_ptr() == outputs[j].data_ptr() for i, j in ((4, 5), (0, 4))] == [True, False]
+    assert outputs[0].untyped_storage().data_ptr() == outputs[3].untyped_storage().data_ptr(), "parts of one, as before"
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ x, self.table
+
+
+def test_what_the_graph_holds_in_fp32_is_returned_as_it_is():
+    x = torch.ones(2, 2)
+    gm = torch.fx.symbolic_trace(Holds())
+    for node, value in zip(gm.graph.nodes, (x, x @ x, gm.table), strict=False):
+        node.meta["val"] = value
+    casts.cast_inputs(gm, {0: torch.bfloat16})
+    product, table = gm(x)
+    assert product.dtype == torch.float32 and table is gm.table
 
 
 def test_a_mask_of_float32s_least_number_stays_finite_and_infinity_infinite(fresh_dynamo):

@@ -159,6 +159,7 @@ def test_the_line_for_the_program_where_something_was_kept(programs, capsys, mon
 
     class Fast:
         report = Report(graphs=[GraphReport(key="a", decision="candidate", source="tuned")])
+        _untimed = False
 
     monkeypatch.setattr(fxopt, "optimize", lambda *_args, **_options: Fast)
     assert run(["optimize", "own_module:good", "-o", "pairs=7"]) == 0

@@ -68,6 +68,22 @@ def test_what_a_write_would_tell_apart_fails(name):
     assert not verdict.ok and words in verdict.reason, verdict.reason
 
 
+def test_a_constant_that_torch_made_of_a_number_of_the_program_may_be_copied():
+    """The program makes it anew in each call."""
+    gm = fx.symbolic_trace(Model())
+    gm.register_buffer("_tensor_constant0", torch.tensor(0.5))
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        constant = gm.graph.get_attr("_tensor_constant0")
+    gm.graph.output_node().args = ((*gm.graph.output_node().args[0], constant),)
+    gm.recompile()
+
+    def copied(*args: torch.Tensor) -> list[torch.Tensor]:
+        *others, constant = gm.forward(*args)
+        return [*others, constant.clone()]
+
+    assert verify(copied, gm.forward, gm, [[X, WEIGHT]], {1}, FP32).ok
+
+
 def test_slices_of_one_memory_that_do_not_meet_are_as_good_as_tensors_of_their_own():
     def halves(gm: Any, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         outputs = list(gm.forward(x, weight))
