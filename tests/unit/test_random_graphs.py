@@ -746,7 +746,7 @@ def works_for_one_size(fn, *args):
     [
         (loses_strides, r"strides|aliases no input, in the baseline it aliases"),
         (in_another_layout, r"output \d+: (strides|aliases)"),
-        (copies_what_was_a_view, r"aliases no input, in the baseline it aliases input \d+|outputs \d+ and \d+ share no memory, in the"),
+        (copies_what_was_a_view, r"aliases no input, in the baseline it aliases input \d+|share no memory"),
         (draws_once_more, "the random generators are in another state"),
         (forgets_the_writes, r"input \d+ is left alone, the baseline writes it|aliases"),
         (writes_what_it_only_reads, r"input \d+ .* ?(is written|the call)"),
