@@ -137,8 +137,10 @@ class Tuner:
 
             why = nearest.explain(self.store, self.parts)
             reason = f"no plan for this graph, and mode 'apply' never measures: {why}"
+            compiled = self.plain(reason, source="apply")
+            # Not before: Dynamo may begin the frame anew meanwhile, and of the next graph there may be a plan.
             warn(f"{reason}. The graph runs as Inductor compiles it")
-            return self.plain(reason, source="apply")
+            return compiled
         self.report.source = "tuned"
         kept = self._tune()
         tell(self._written)
