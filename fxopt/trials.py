@@ -71,8 +71,8 @@ class Trials:
         failure, nothing_to_do = "", ""
         if step.together:
             step, idle, failure, _held = self._of_use(step)  # builds live only while somebody holds them
-        elif not step.removal and not (nothing_to_do := self._idle_on_sight(step)):
-            step, _held = self._others_at_work(step)
+        elif not step.removal:
+            nothing_to_do = self._idle_on_sight(step)
         entry = CandidateReport(
             "+".join(map(spelled, step.passes)),
             [p.name for p in step.passes],
@@ -94,6 +94,10 @@ class Trials:
             return None
         current = self.steady_baseline if best is None else self.calls.steady(best.build.fn)
         build = self._try(step, entry, current, before)
+        if build is None and (less := self._others_at_work(step, entry)) is not None:
+            self.idle |= {r.name: why_idle(r) for r in entry.reports if not at_work(r)}
+            self.report.candidates.remove(entry)
+            return self.evaluate(less, best)
         what = f"without {step.subject.name}: " if step.removal else ""
         timed = f"{entry.paired.ratio:.2f}x the best so far" if entry.paired is not None else ""
         self.say(f"{what}{entry.name}: {entry.reason or timed}")
@@ -132,27 +136,18 @@ class Trials:
             build = self.hold(replace(build, passes=left, reports=[r for r in build.reports if r.name not in resting]))
         return replace(step, passes=tuple(left), subject=left[-1]), frozenset(idle), "", build
 
-    def _others_at_work(self, step: Step) -> tuple[Step, Build | None]:
-        """`step` without passes that find nothing to do beside its subject, and the code of what is left.
+    @staticmethod
+    def _others_at_work(step: Step, entry: CandidateReport) -> Step | None:
+        """`step` without passes that found nothing to do beside its subject; None where that is no way out.
 
         A pass that was at work under another variant of the subject may not be under this one: where a recurrent layer
         in TF32 leaves no fp32 product, there is none to set to TF32. That is no fault of the subject's.
         """
-        build = None
-        try:
-            with phase(self.report, "compile candidates"):
-                while True:
-                    build = self.build(step.passes)
-                    idle = {r.name: why_idle(r) for r in build.reports if not at_work(r) and not r.error}
-                    if not idle or step.subject.name in idle or build.errors:
-                        return step, build
-                    left = tuple(p for p in step.passes if p.name not in idle and not idle.keys() & set(p.needs))
-                    if step.subject not in left:
-                        return step, build
-                    self.idle |= idle
-                    step = replace(step, passes=left)
-        except Exception:  # which is told where the code is asked for once more
-            return step, build
+        idle = {r.name for r in entry.reports if not at_work(r)}
+        if step.together or step.removal or not idle or step.subject.name in idle:
+            return None
+        left = tuple(p for p in step.passes if p.name not in idle and not idle & set(p.needs))
+        return replace(step, passes=left) if step.subject in left and not any(r.error for r in entry.reports) else None
 
     def _idle_on_sight(self, step: Step) -> str:
         """Why the pass to be added finds nothing to do; "" where it does, or where compiling has to show it."""

@@ -301,6 +301,7 @@ class Tuner:
             grad=bool(self.wanted),
         )
 
+
 def writes_to_its_own(written: Sequence[str]) -> str:
     """Why a graph is left alone that writes to tensors which are no inputs of its, and so cannot be copies."""
     return (

@@ -49,7 +49,8 @@ class Config:
 def choose(batch: int, hidden: int, programs: int) -> Config:
     """As few units a program as make no more than `programs`, one a multiprocessor: each reads its part of the weights.
 
-    Not fewer than 8, which on an H200 were as fast as 4 or up to 6 % faster (results/h200/split_lstm.json).
+    Not fewer than 8, which on an H200 were as fast as 4 or up to 6 % faster
+    (results/h200/split_lstm_configurations.json).
     """
     rows = max(16, min(64, triton.next_power_of_2(batch)))
     blocks = triton.cdiv(batch, rows)
