@@ -212,34 +212,56 @@ def run_workload(
 
 
 def tune(
-    workload: str, wanted: Sequence[tuple[str, str]], how: How, plan_dir: Path, gpu: str | None, *, jobs: int
-) -> Row:
-    """Tunes fxopt's columns of a workload into the plan store, `jobs` at a time: they compile beside each other, and
+    workloads: Sequence[str],
+    wanted: Sequence[tuple[str, str]],
+    how: How,
+    plan_dir: Path,
+    gpus: Sequence[str],
+    *,
+    jobs: int,
+    stamp: Row,
+    resume: bool,
+) -> dict[str, Row]:
+    """Tunes fxopt's columns of all workloads into the plan store, `jobs` at a time: they compile beside each other, and
     take turns to measure. What a run finds is the same as in the workload's own process, which then applies the plans.
 
-    Their reports, by column: of the run that tuned, which is kept beside the plans, for one that finds a plan tries
-    nothing. A column whose process ends badly has none, and is tuned later.
+    Their reports, by workload and column: of the run that tuned, which is kept beside the plans, for one that finds a
+    plan tries nothing. A column whose process ends badly has none, and is tuned later. With `resume` what was tuned of
+    the same code in the same way is not tuned again.
     """
-    tuned: Row = {}
+    tuned: dict[str, Row] = {name: {} for name in workloads}
+    free = _places(jobs, gpus)
+    limit = 3 * how.tuning_limit + 120
+    ablated = {(precision, columns.fxopt_name(columns.DEFAULT_OBJECTIVE)) for precision in how.ablated}
 
-    def one(precision: str, column: str) -> None:
-        name, limit = f"{column} {precision}", 3 * how.tuning_limit + 120
+    def one(workload: str, column: tuple[str, str]) -> None:
+        name = f"{column[1]} {column[0]}"
         kept = plan_dir / "tuned" / f"{workload} {name}.json"
-        found, why = in_process(workload, [(precision, column)], how, plan_dir, gpu, tune=True, limit=limit)
+        asked: Row = {**stamp, "device": how.device, "tuning_limit": how.tuning_limit, "ablated": column in ablated}
+        before = json_format.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+        if resume and before is not None and before.get("asked") == asked:
+            tuned[workload][name] = before
+            return
+        gpu = free.get()
+        try:
+            found, why = in_process(workload, [column], how, plan_dir, gpu, tune=True, limit=limit)
+        finally:
+            free.put(gpu)
         if found is None:
             print(f"{workload}, {name}: not tuned, {why}", file=sys.stderr, flush=True)
             return
-        if kept.exists() and all(graph["source"] == "plan" for graph in found["report"]["graphs"]):
-            found = json_format.loads(kept.read_text(encoding="utf-8"))
+        if before is not None and all(graph["source"] == "plan" for graph in found["report"]["graphs"]):
+            found = before
         else:
+            found["asked"] = asked
             show.write_json(kept, found)
-        tuned[name] = found
+        tuned[workload][name] = found
 
+    # Those that are ablated take longest. The workloads in turns, for some compile most of the time and some measure.
     ours = [column for column in wanted if column[1].startswith("fxopt")]
-    ablated = {(precision, columns.fxopt_name(columns.DEFAULT_OBJECTIVE)) for precision in how.ablated}
-    ours.sort(key=lambda row: row not in ablated)  # they take longest
+    ours.sort(key=lambda column: column not in ablated)
     with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(one, *column) for column in ours]:
+        for done in [pool.submit(one, name, column) for column in ours for name in workloads]:
             done.result()
     return tuned
 
@@ -291,30 +313,31 @@ def compare(
     """Measure those workloads that `resume` does not find finished, in `jobs` processes at a time. More than there are
     GPUs share them: they compile beside each other, and take turns to measure.
 
-    tune_jobs: tune a workload's columns before it is measured, so many at a time (0: in the workload's own process, one
-    after the other). With one job a workload is then measured while nothing else runs.
+    tune_jobs: tune the columns of all of them before the first is measured, so many at a time (0: in the workload's own
+    process, one after the other). With one job a workload is then measured while nothing else runs.
     """
     left = [name for name in workloads if not (resume and store.finished(name, wanted))]
     for name in workloads:
         if name not in left:
             print(f"{name}: finished at this commit", file=sys.stderr, flush=True)
+    left.sort(key=lambda name: not name.startswith("gpt2"))  # what takes longest goes first
+    tuned: dict[str, Row] = {}
+    if tune_jobs:
+        tuned = tune(left, wanted, how, plan_dir, gpus, jobs=tune_jobs, stamp=store.stamp, resume=resume)
     free = _places(jobs, gpus)
 
     def one(name: str) -> None:
         gpu = free.get()
         try:
-            tuned = tune(name, wanted, how, plan_dir, gpu, jobs=tune_jobs) if tune_jobs else {}
             rows, evidence = run_workload(name, wanted, how, plan_dir, gpu)
         finally:
             free.put(gpu)
-        if evidence is not None and tuned:
-            evidence["tuned"] = tuned
+        if evidence is not None and tuned.get(name):
+            evidence["tuned"] = tuned[name]
         store.put(name, rows, evidence)
 
     with ThreadPoolExecutor(jobs) as pool:
-        # What takes longest goes first.
-        first = sorted(left, key=lambda name: not name.startswith("gpt2"))
-        for done in [pool.submit(one, name) for name in first]:
+        for done in [pool.submit(one, name) for name in left]:
             done.result()
 
 
@@ -329,7 +352,7 @@ def main() -> None:
         json: Path = typer.Option(None, help="The list of rows. Rows of other workloads in it are kept."),
         jobs: int = typer.Option(1, min=1, help="Processes at once; on one GPU they take turns to measure."),
         tune_jobs: int = typer.Option(
-            0, min=0, help="Tune a workload's columns before it is measured, so many processes at once."
+            0, min=0, help="Tune all columns before the first workload is measured, so many processes at once."
         ),
         resume: bool = typer.Option(False, "--resume", help="Leave workloads alone that are finished at this commit."),
         columns_: str = typer.Option(

@@ -288,6 +288,35 @@ def test_the_measured_code_is_named_by_commit_and_digest() -> None:
     assert found == compare.source() and len(found["tree"]) == 16 and found["commit"]
 
 
+def test_all_workloads_are_tuned_first_and_what_was_tuned_is_not_tuned_again(tmp_path, monkeypatch) -> None:
+    tuned: list[tuple[str, tuple[str, str]]] = []
+
+    def process(workload, wanted, how, plan_dir, gpu, *, tune, limit):
+        assert tune and gpu == "0"
+        tuned.append((workload, *wanted))
+        if workload == "sdpa":
+            return None, "it died"
+        return {"seconds": {}, "report": {"graphs": [{"source": "tuned", "at": len(tuned)}]}}, ""
+
+    monkeypatch.setattr(compare, "in_process", process)
+    wanted = [("bf16", "fxopt"), ("fp32", "eager_fp32"), ("fp32", "fxopt_kernel"), ("fp32", "fxopt")]
+
+    def tune(commit: str = "a", **how: Any) -> dict[str, Any]:
+        tuned.clear()
+        given = compare.How("cuda", ablate="fp32", **how)
+        stamp = {"commit": commit}
+        found = compare.tune(["mlp", "sdpa"], wanted, given, tmp_path, ["0"], jobs=1, stamp=stamp, resume=True)
+        return {name: {key: one["report"] for key, one in reports.items()} for name, reports in found.items()}
+
+    first = tune()
+    ours = [("fp32", "fxopt"), ("bf16", "fxopt"), ("fp32", "fxopt_kernel")]
+    assert tuned == [(name, column) for column in ours for name in ("mlp", "sdpa")]  # what is ablated before the rest
+    assert set(first["mlp"]) == {"fxopt fp32", "fxopt bf16", "fxopt_kernel fp32"} and first["sdpa"] == {}
+    assert tune() == first and {name for name, _ in tuned} == {"sdpa"}
+    assert tune(tuning_limit=7.0)["mlp"] != first["mlp"] and len(tuned) == 6
+    assert tune("b", tuning_limit=7.0)["mlp"] and len(tuned) == 6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tune_jobs", [0, 2])
 def test_the_command_measures_once_and_resumes(tmp_path: Path, tune_jobs: int) -> None:
