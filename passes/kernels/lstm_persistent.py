@@ -54,67 +54,82 @@ def _until(counter, count):
 
 @gluon.jit
 def _fetch(
-    states, h, plane, there, m, HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, copied: gl.constexpr
+    states, h, plane, there, m, HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr,
+    copied: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a state's planes, h [batch, HIDDEN] each; there: 0 where there is no state yet."""
-    hh_s, hl_s = states
+    """Begin to copy a state's planes, h [batch, HIDDEN] each; there: 0 where there is no state yet. The first RUN
+    chunks are a group of their own.
+    """
     chunks: gl.constexpr = HIDDEN // BK
     k = gl.arange(0, BK, gl.SliceLayout(0, copied))
     of_h = h + gl.convert_layout(m, gl.SliceLayout(1, copied))[:, None] * HIDDEN + k[None, :]
     n = gl.arange(0, BN, gl.SliceLayout(1, copied))
     read = (n >= 0)[:, None] & (k >= 0)[None, :] & (there != 0)
     for chunk in gl.static_range(chunks):
-        async_copy.async_copy_global_to_shared(hh_s.index(chunk), of_h + chunk * BK, mask=read)
-        async_copy.async_copy_global_to_shared(hl_s.index(chunk), of_h + plane + chunk * BK, mask=read)
-        if chunk % 2 == 1 or chunk == chunks - 1:
+        both = states.index(chunk)
+        async_copy.async_copy_global_to_shared(both.slice(0, BN), of_h + chunk * BK, mask=read)
+        async_copy.async_copy_global_to_shared(both.slice(BN, BN), of_h + plane + chunk * BK, mask=read)
+        if chunk == RUN - 1:
             async_copy.commit_group()
+    async_copy.commit_group()
 
 
 @gluon.jit
 def _times(
-    weights, states, gates, h, plane, w_high, w_low, scale, slow, there, m, row,
-    HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, mma: gl.constexpr,
+    weights, states, gates, lows, h, plane, w_high, w_low, scale, slow, there, m, row,
+    HIDDEN: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, mma: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Leave w h^T [64, BN] in `gates`, of the state that `_fetch` copies."""
+    """Leave w h^T, of the state that `_fetch` copies, in `gates` [64, 2 BN] and `lows` [64, BN]: the products of the
+    high planes, and beside them and in `lows` what has to be added 2^-11 of.
+    """
     wh_s, wl_s = weights
-    hh_s, hl_s = states
-    chunks: gl.constexpr = HIDDEN // BK
-    pairs: gl.constexpr = (chunks + 1) // 2
-    total = gl.zeros((64, BN), gl.float32, mma)
+    rest = gl.zeros((64, BN), gl.float32, mma)
+    total = gl.zeros((64, 2 * BN), gl.float32, wide)
+    zeros = total
     if slow == 0:
-        # Sums of two chunks in the matrix unit, which rounds towards zero; these are added in registers. Nothing is
-        # waited for before all of them are on their way.
-        mains = ()
-        rest = gl.zeros((64, BN), gl.float32, mma)
-        for pair in gl.static_range(pairs):
-            async_copy.wait_group(pairs - 1 - pair)
+        # Sums of RUN chunks in the matrix unit, which rounds towards zero; these are added in registers. A loop, for
+        # where a chunk lies is then computed when it is wanted: unrolled, those addresses alone fill the registers.
+        for run in range(0, HIDDEN // BK // RUN):
+            if run == 0:
+                async_copy.wait_group(1)
+            else:
+                async_copy.wait_group(0)
             fence_async_shared()
             gl.thread_barrier()
-            hh, hl = hh_s.index(2 * pair).permute((1, 0)), hl_s.index(2 * pair).permute((1, 0))
-            main = warpgroup_mma(wh_s.index(2 * pair), hh, total, use_acc=False, is_async=True)
-            rest = warpgroup_mma(wh_s.index(2 * pair), hl, rest, is_async=True)
-            rest = warpgroup_mma(wl_s.index(2 * pair), hh, rest, is_async=True)
-            if 2 * pair + 1 < chunks:
-                hh, hl = hh_s.index(2 * pair + 1).permute((1, 0)), hl_s.index(2 * pair + 1).permute((1, 0))
-                main = warpgroup_mma(wh_s.index(2 * pair + 1), hh, main, is_async=True)
-                rest = warpgroup_mma(wh_s.index(2 * pair + 1), hl, rest, is_async=True)
-                rest = warpgroup_mma(wl_s.index(2 * pair + 1), hh, rest, is_async=True)
-            mains = mains + (main,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no other
-        done = warpgroup_mma_wait(0, deps=mains + (rest,))  # noqa: RUF005
-        for pair in gl.static_range(pairs):
-            total += done[pair]
-        total = (total + done[pairs] * LOW) * (1.0 / scale)[:, None] * (1.0 / SCALE)
+            main = zeros
+            for chunk in gl.static_range(RUN):
+                both = states.index(run * RUN + chunk)
+                wh, wl = wh_s.index(run * RUN + chunk), wl_s.index(run * RUN + chunk)
+                # The high plane of the weights times both of the state in one instruction.
+                main = warpgroup_mma(wh, both.permute((1, 0)), main, use_acc=chunk > 0, is_async=True)
+                rest = warpgroup_mma(wl, both.slice(0, BN).permute((1, 0)), rest, is_async=True)
+            main, rest = warpgroup_mma_wait(0, deps=(main, rest))
+            total += main
+        back = (1.0 / scale) * (1.0 / SCALE)
+        rest *= gl.convert_layout(back, gl.SliceLayout(1, mma))[:, None]
+        total *= back[:, None]
     else:  # a row that planes cannot hold
         async_copy.wait_group(0)
         column = gl.convert_layout(m, gl.SliceLayout(0, mma))
+        weight_scale = gl.convert_layout(scale, gl.SliceLayout(1, mma))
+        of_w = gl.convert_layout(row, gl.SliceLayout(1, mma)) * HIDDEN
         for depth in range(0, HIDDEN):
-            w = _decoded(gl.load(w_high + row * HIDDEN + depth), gl.load(w_low + row * HIDDEN + depth), scale)
+            w = _decoded(gl.load(w_high + of_w + depth), gl.load(w_low + of_w + depth), weight_scale)
             at = h + column * HIDDEN + depth
             high, low = gl.load(at, cache_modifier=".cg"), gl.load(at + plane, cache_modifier=".cg")
             state = (high.to(gl.float32) + low.to(gl.float32) * LOW) * (1.0 / SCALE)
-            total = gl.fma(w[:, None].broadcast_to(64, BN), state[None, :].broadcast_to(64, BN), total)
+            rest = gl.fma(w[:, None].broadcast_to(64, BN), state[None, :].broadcast_to(64, BN), rest)
     gates.store(gl.where(there != 0, total, 0.0))
+    lows.store(gl.where(there != 0, rest, 0.0))
     gl.thread_barrier()
+
+
+@gluon.jit
+def _gate(gates, lows, number: gl.constexpr, slow, BN: gl.constexpr, own: gl.constexpr):
+    """One gate's part [16, BN] of what `_times` has left."""
+    both, low = gates.slice(16 * number, 16), lows.slice(16 * number, 16).load(own)
+    held = both.slice(0, BN, dim=1).load(own) + (both.slice(BN, BN, dim=1).load(own) + low) * LOW
+    return gl.where(slow == 0, held, low)
 
 
 @gluon.jit(do_not_specialize=["steps", "batch"])
@@ -122,6 +137,7 @@ def kernel(
     first, pre, bias, out, hidden, planes, passed, cell, ih_high, ih_low, ih_scale, hh_high, hh_low, hh_scale, done,
     steps, batch,
     HIDDEN: gl.constexpr, LAYERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    RUN: gl.constexpr,
 ):  # fmt: skip
     """first [LAYERS, batch, 4 HIDDEN], pre [steps, batch, 4 HIDDEN], bias [LAYERS - 1, 4 HIDDEN], cell [LAYERS, batch,
     HIDDEN] and the weights as `lstm_steps.kernel` has them. out [steps, batch, HIDDEN]: the last layer's states;
@@ -135,6 +151,7 @@ def kernel(
     below. num_warps 4, a cooperative launch.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BN, 16])
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # Four units beside each other in a thread: 16 bytes of fp32.
     own: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, 4], [0, 1])
@@ -142,9 +159,10 @@ def kernel(
     chunks: gl.constexpr = HIDDEN // BK
     wh_s = gl.allocate_shared_memory(gl.float16, [chunks, 64, BK], tiles)
     wl_s = gl.allocate_shared_memory(gl.float16, [chunks, 64, BK], tiles)
-    hh_s = gl.allocate_shared_memory(gl.float16, [chunks, BN, BK], tiles)
-    hl_s = gl.allocate_shared_memory(gl.float16, [chunks, BN, BK], tiles)
-    gates = gl.allocate_shared_memory(gl.float32, [64, BN], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+    states = gl.allocate_shared_memory(gl.float16, [chunks, 2 * BN, BK], tiles)
+    columns: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    gates = gl.allocate_shared_memory(gl.float32, [64, 2 * BN], columns)
+    lows = gl.allocate_shared_memory(gl.float32, [64, BN], columns)
 
     unit = gl.program_id(0) * 16
     programs = gl.num_programs(0)
@@ -177,7 +195,7 @@ def kernel(
     async_copy.commit_group()
     async_copy.wait_group(0)
     gl.thread_barrier()
-    j = gl.arange(0, 64, gl.SliceLayout(1, mma))
+    j = gl.arange(0, 64, gl.SliceLayout(1, wide))
     row = j // 16 * HIDDEN + unit + j % 16
     scale = gl.load(w_scale + row)
     slow = gl.max((scale == 0).to(gl.int32), 0)
@@ -205,7 +223,7 @@ def kernel(
             if step > 0:
                 _until(mine + step - 1, programs)
             state = written + (gl.maximum(step, 1) - 1).to(gl.int64) * (2 * plane)
-            _fetch((hh_s, hl_s), state, plane, step, m, HIDDEN, BN, BK, copied)
+            _fetch(states, state, plane, step, m, HIDDEN, BN, BK, RUN, copied)
             # What comes from elsewhere, while the state is on its way.
             begun = pre + (begin + step) * (4 * plane) + at_gates
             if step == 0:
@@ -231,13 +249,13 @@ def kernel(
                     g += gl.load(come + 2 * HIDDEN, cache_modifier=".cg")
                     o += gl.load(come + 3 * HIDDEN, cache_modifier=".cg")
             _times(
-                (wh_s, wl_s), (hh_s, hl_s), gates, state, plane, w_high, w_low, scale, slow, step, m, row,
-                HIDDEN, BN, BK, mma,
+                (wh_s, wl_s), states, gates, lows, state, plane, w_high, w_low, scale, slow, step, m, row,
+                HIDDEN, BN, BK, RUN, mma, wide,
             )  # fmt: skip
-            i += gates.slice(0, 16).load(own)
-            f += gates.slice(16, 16).load(own)
-            g += gates.slice(32, 16).load(own)
-            o += gates.slice(48, 16).load(own)
+            i += _gate(gates, lows, 0, slow, BN, own)
+            f += _gate(gates, lows, 1, slow, BN, own)
+            g += _gate(gates, lows, 2, slow, BN, own)
+            o += _gate(gates, lows, 3, slow, BN, own)
             c = sigmoid(f) * c + sigmoid(i) * tanh(g)
             h = sigmoid(o) * tanh(c)
             y = h * SCALE
@@ -260,14 +278,14 @@ def kernel(
             for step in range(0, steps):
                 _until(of_source + step, programs)
                 state = planes + (source * steps + step) * (2 * plane)
-                _fetch((hh_s, hl_s), state, plane, 1, m, HIDDEN, BN, BK, copied)
+                _fetch(states, state, plane, 1, m, HIDDEN, BN, BK, RUN, copied)
                 _times(
-                    (wh_s, wl_s), (hh_s, hl_s), gates, state, plane, w_high, w_low, scale, slow, 1, m, row,
-                    HIDDEN, BN, BK, mma,
+                    (wh_s, wl_s), states, gates, lows, state, plane, w_high, w_low, scale, slow, 1, m, row,
+                    HIDDEN, BN, BK, RUN, mma, wide,
                 )  # fmt: skip
                 come = passed + (source * steps + step) * (4 * plane) + at_gates
                 for gate in gl.static_range(4):
-                    gl.store(come + gate * HIDDEN, gates.slice(gate * 16, 16).load(own), mask=inside)
+                    gl.store(come + gate * HIDDEN, _gate(gates, lows, gate, slow, BN, own), mask=inside)
                 gl.thread_barrier()
                 gl.atomic_add(mine + step, 1, sem="release", scope="gpu")
 
@@ -277,7 +295,7 @@ def rows_of(batch: int, hidden: int, layers: int, programs: int) -> int:
     if hidden % DEPTH:
         return 0
     for rows in (8, 16, 32, 64):
-        shared = 4 * UNITS * hidden * 4 + rows * hidden * 4 + 4 * UNITS * rows * 4
+        shared = 4 * UNITS * hidden * 4 + rows * hidden * 4 + 4 * UNITS * rows * 12
         parts = triton.cdiv(batch, rows)
         if shared <= _SHARED and hidden // UNITS * parts * (2 * layers - 1) <= programs:
             return rows
@@ -313,7 +331,8 @@ def launch(
     # Without a layer below, what stands in its place is an operand already.
     operands = [None if layers == 1 and i in (2, 6, 8, 9, 10) else tensor for i, tensor in enumerate(given)]
     addresses = [0 if operand is None else operand.data_ptr() for operand in operands]
-    constants = (hidden, layers, rows, DEPTH)
+    run = next(count for count in (4, 3, 2, 1) if hidden // DEPTH % count == 0)
+    constants = (hidden, layers, rows, DEPTH, run)
     key = ("lstm_persistent", out.get_device(), steps, batch, constants)
     ready = direct.known(key)
     with direct.on_device(out):

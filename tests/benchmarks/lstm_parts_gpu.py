@@ -44,7 +44,7 @@ def sources() -> dict[str, str]:
         return text
 
     lines = whole.splitlines(keepends=True)
-    copies = [line for line in lines if "async_copy_global_to_shared(h" in line]
+    copies = [line for line in lines if "async_copy_global_to_shared(both" in line]
     lows = list(dict.fromkeys(line for line in lines if "rest = warpgroup_mma(" in line))
     states = "            c = sigmoid(f) * c + sigmoid(i) * tanh(g)\n            h = sigmoid(o) * tanh(c)\n"
     return {
