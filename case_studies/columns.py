@@ -150,6 +150,9 @@ def columns(
 def own(model: nn.Module, name: str) -> nn.Module:
     """A copy of the model whose `forward` has a code object of its own (see runner)."""
     net = copy.deepcopy(model)
+    for module in net.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # a copy's weights lie apart, and cuDNN would put them together at each call
     net.__class__ = runner.with_own_forward(type(net), name)
     return net
 

@@ -302,6 +302,11 @@ def rows_of(batch: int, hidden: int, layers: int, programs: int) -> int:
     return 0
 
 
+def run_of(hidden: int) -> int:
+    """Chunks of `DEPTH` along K that one turn of the kernel's loop takes: the most, up to 4, that divide them."""
+    return next(count for count in (4, 3, 2, 1) if hidden // DEPTH % count == 0)
+
+
 def launch(
     first: torch.Tensor,
     pre: torch.Tensor,
@@ -331,8 +336,7 @@ def launch(
     # Without a layer below, what stands in its place is an operand already.
     operands = [None if layers == 1 and i in (2, 6, 8, 9, 10) else tensor for i, tensor in enumerate(given)]
     addresses = [0 if operand is None else operand.data_ptr() for operand in operands]
-    run = next(count for count in (4, 3, 2, 1) if hidden // DEPTH % count == 0)
-    constants = (hidden, layers, rows, DEPTH, run)
+    constants = (hidden, layers, rows, DEPTH, run_of(hidden))
     key = ("lstm_persistent", out.get_device(), steps, batch, constants)
     ready = direct.known(key)
     with direct.on_device(out):

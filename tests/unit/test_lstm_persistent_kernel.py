@@ -38,10 +38,9 @@ def test_a_device_holds_all_weights_or_the_kernel_is_not_used(batch, hidden, lay
 def test_the_kernel_compiles_for_an_h200_and_fits_it(hidden, layers, rows):
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from passes.kernels.lstm_persistent import DEPTH, kernel
+    from passes.kernels.lstm_persistent import DEPTH, kernel, run_of
 
-    run = next(count for count in (4, 3, 2, 1) if hidden // DEPTH % count == 0)
-    fixed = {"HIDDEN": hidden, "LAYERS": layers, "BN": rows, "BK": DEPTH, "RUN": run}
+    fixed = {"HIDDEN": hidden, "LAYERS": layers, "BN": rows, "BK": DEPTH, "RUN": run_of(hidden)}
     fp32 = ("first", "pre", "bias", "out", "hidden", "passed", "cell", "ih_scale", "hh_scale")
     kinds = dict.fromkeys(fp32, "*fp32") | {"done": "*i32"}
     kinds |= dict.fromkeys(("planes", "ih_high", "ih_low", "hh_high", "hh_low"), "*fp16")
