@@ -258,6 +258,7 @@ class Builder:
                 capture=capture,
                 caches=caches,
                 keep_guards=keep_guards,
+                back_to_back=True,
             )
 
         if self.dumper is not None or self.bisection is not None:

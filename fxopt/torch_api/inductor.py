@@ -28,7 +28,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from fxopt.frozen import FrozenCode
 from fxopt.options import OptionError
 from fxopt.own_outputs import OwnOutputs
-from fxopt.torch_api import casts, dynamo
+from fxopt.torch_api import casts, dynamo, variants
 
 T = TypeVar("T")
 
@@ -288,6 +288,7 @@ def compile_graph(
     capture: bool = False,
     caches: bool = True,
     keep_guards: bool = False,
+    back_to_back: bool = False,
 ) -> Compiled:
     """Compile a copy of Dynamo's graph with Inductor; `gm` itself is left as it was.
 
@@ -298,6 +299,7 @@ def compile_graph(
     capture: ask for `graph` and `post_grad`, and `backward`; AOTAutograd's cache is passed by if it would hide them.
     caches: False compiles afresh whatever the caches hold.
     keep_guards: leave the shape guards that compiling adds (for the code that will be kept).
+    back_to_back: its kernels' variants will be timed as the module `variants` does, and not by Inductor.
 
     Raises whatever Inductor raises.
     """
@@ -324,7 +326,8 @@ def compile_graph(
             arguments = [inputs[index] for index in kept]
         seen, own = _Capture(), list(dynamo.attributes(copied))
         autograd = _autograd(cache=autograd_cache, whole=bool(slots) or capture)
-        with dynamo.isolated(keep_guards=keep_guards) as scope, autograd:
+        timing = variants.timed_back_to_back() if back_to_back else contextlib.nullcontext()
+        with dynamo.isolated(keep_guards=keep_guards) as scope, autograd, timing:
             fn: Any = compile_fx(copied, arguments, inner_compile=seen, config_patches=options)
             dynamo.nothing_donated()
         dynamo.forget_values(copied)  # AOTAutograd's callable keeps the graph for the names of its parameters
