@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxopt import registry, rules
-from fxopt.labels import Axis, Label
+from fxopt.labels import Label
 from fxopt.options import Options
 from fxopt.registry import Pass, PassContext
 from fxopt.report.model import GraphReport
@@ -54,8 +54,6 @@ class Proposals:
     def _variants(self, p: Pass) -> tuple[str, list[Pass]]:
         """What to try, or the reason why nothing can be."""
         reason = registry.inapplicable(p, self.context)
-        if not reason and self.options.objective == "kernel" and p.answers == {Axis.LAUNCH_BOUND}:
-            reason = "it shortens calls and no kernel, and objective='kernel' asks for shorter kernels"
         if not reason and not self.context.budget.allows(p.precision):
             reason = f"needs precision={p.precision.value!r}, and {self.options.precision!r} was asked for"
         if reason:

@@ -158,7 +158,7 @@ class Choices:
         if key not in self._found:
             from profiler_core import exclusive
 
-            with exclusive.turn(self.path.with_suffix(".lock")) if self.path is not None else contextlib.nullcontext():
+            with self._turn(key):
                 self._found.update(self._read())  # what another process has measured meanwhile
                 if key not in self._found:
                     with contextlib.suppress(Exception):  # whatever it is, it is met again by who measures
@@ -167,6 +167,14 @@ class Choices:
                         self._found[key] = measure()
                     self._write()
         return self._found[key]
+
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """Held by the process that measures `what`, or writes the file ("file"). Others compile something else."""
+        from profiler_core import exclusive
+
+        if self.path is None:
+            return contextlib.nullcontext()
+        return exclusive.turn(self.path.with_suffix(f".{hashlib.sha256(what.encode()).hexdigest()[:16]}.lock"))
 
     def _read(self) -> dict[str, list[float]]:
         try:
@@ -179,7 +187,8 @@ class Choices:
         from profiler_core.files import write_atomically
 
         if self.path is not None:
-            with contextlib.suppress(OSError):  # a convenience of later processes, which can measure again
+            # A convenience of later processes, which can measure again.
+            with contextlib.suppress(OSError), self._turn("file"):
                 self._found = {**self._read(), **self._found}
                 write_atomically(self.path, json.dumps(self._found, indent=1, sort_keys=True))
 

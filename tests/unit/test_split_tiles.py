@@ -276,3 +276,15 @@ def test_kernels_are_compiled_while_others_measure_and_by_one_process_alone(meas
         thread.join()
     assert found == [(TILE, TOOK)] * 3 and measured == [ONE]
     assert events == ["compile", "begin", "end"]
+
+
+def test_different_products_are_compiled_beside_each_other_and_all_are_written(measured, tmp_path, monkeypatch):
+    keep, both = tmp_path / "tiles.json", threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(tiling, "compile_tiles", lambda product, device: both.wait())
+    threads = [threading.Thread(target=Choices(keep).tile, args=(Product(512, n, 640), CUDA)) for n in (768, 769)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not both.broken, "one waited for the other"
+    assert len(json.loads(keep.read_text())) == len(measured) == 2

@@ -235,6 +235,7 @@ def test_the_objective_decides_and_the_wall_breaks_ties_of_the_kernels(monkeypat
         ("kernel", 100.0, 100.5, True),
         ("kernel", 100.0, 102.0, False),
         ("kernel", 150.0, 100.0, False),
+        ("kernel", 150.0, 90.0, True),
     ],
 )
 def test_a_pass_is_dropped_only_where_nothing_is_lost_by_the_objective(monkeypatch, objective, wall, kernels, as_fast):
