@@ -59,6 +59,8 @@ class How:
 ABLATION = 4
 #: status of a row for which there was no time; a run that resumes measures its workload again
 LATE = "out of time"
+#: kernels that a column's evidence lists by name
+KERNELS = 30
 
 
 class ColumnTimeout(BaseException):
@@ -116,6 +118,7 @@ def compare_workload(
         rows.append(row)
         if column.reports:
             reports[f"{column.name} {column.precision}"] = _without_profiles(column.reports[-1])
+    by_kernel = {f"{c.name} {c.precision}": _by_kernel(kernels[c.variant.name]["by_name"]) for c in made}
     _say(name, watch, "done")
     evidence = {
         "workload": name,
@@ -128,6 +131,7 @@ def compare_workload(
         "seconds": watch.seconds,
         "total_seconds": watch.total,
         "reports": reports,
+        "kernels": {name: found for name, found in by_kernel.items() if found},
     }
     return rows, evidence
 
@@ -225,12 +229,13 @@ def _at_most(seconds: float) -> Iterator[None]:
 def _kernel_windows(
     built: Sequence[Built], inputs: Sequence[Sequence[Any]], device: torch.device, how: How, monitor: Any
 ) -> dict[str, Any]:
-    """By name: kernel time of a call in each window (ns), kernels a call, and what there is to say of it. The order of
-    the columns rotates from window to window.
+    """By name: kernel time of a call in each window (ns), kernels a call, what there is to say of it, and its kernels
+    by name in each window. The order of the columns rotates from window to window.
     """
     from profiler_core.collect.kineto import kernel_time
 
-    found: dict[str, dict[str, Any]] = {b.variant.name: {"ns": [], "kernels": None, "note": ""} for b in built}
+    nothing: dict[str, Any] = {"ns": [], "kernels": None, "note": "", "by_name": []}
+    found = {b.variant.name: copy.deepcopy(nothing) for b in built}
     running = [b for b in built if b.call is not None]
     for number in range(how.windows):
         shift = number % max(len(running), 1)
@@ -248,9 +253,26 @@ def _kernel_windows(
                 mine |= {"ns": [], "note": f"no kernel time, {type(error).__name__}: {error}"[:300]}
                 continue
             mine["ns"].append(seen.kernel_ns)
+            mine["by_name"].append(seen.by_name)
             mine |= {"kernels": seen.kernels, "note": seen.note}
         monitor.sample()
     return found
+
+
+def _by_kernel(windows: Sequence[dict[str, tuple[float, float]]]) -> list[list[Any]]:
+    """(kernel, launches a call, us a call), medians over the windows, of the KERNELS that take longest; the others' sum
+    is the last. None where there are no windows.
+    """
+    names = dict.fromkeys(name for window in windows for name in window)
+    found: list[list[Any]] = []
+    for name in names:
+        seen = [window.get(name, (0.0, 0.0)) for window in windows]
+        launches, ns = (statistics.median(values) for values in zip(*seen, strict=True))
+        found.append([name[:200], round(launches, 2), round(ns / 1e3, 3)])
+    found.sort(key=lambda row: -row[2])
+    rest = found[KERNELS:]
+    others = [["others", round(sum(row[1] for row in rest), 2), round(sum(row[2] for row in rest), 3)]] if rest else []
+    return [*found[:KERNELS], *others]
 
 
 def _row(name: str, column: Column, one: Built, kernels: dict[str, Any], base: Built | None) -> dict[str, Any]:

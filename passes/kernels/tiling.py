@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,6 +157,7 @@ class Choices:
         key = f"{name}, torch {torch.__version__}, Triton {triton.__version__}, {what}"
         if key not in self._found:
             from profiler_core import exclusive
+            from profiler_core.wake import wake
 
             with self._turn(key):
                 self._found.update(self._read())  # what another process has measured meanwhile
@@ -164,6 +165,7 @@ class Choices:
                     with contextlib.suppress(Exception):  # whatever it is, it is met again by who measures
                         prepare()
                     with exclusive.measuring(device):
+                        wake(device)  # or what is timed first would look slow
                         self._found[key] = measure()
                     self._write()
         return self._found[key]
@@ -271,12 +273,13 @@ def measure_tiles(product: Product, device: torch.device) -> list[float]:
     from fxopt.torch_api.dynamo import outside_tracing
 
     p = product
-    best = [*map(float, _SMALLEST), math.inf]
+    tiles, calls, reading = list[Tile](), list[Callable[[int], Any]](), list[float]()
     with outside_tracing(), torch.no_grad(), torch.cuda.device(device):
         a, b = (_planes(p, rows, device, _random) for rows in (p.m, p.n))
-        copies = _copies(b)
+        copies, outs = _copies(b), dict[torch.Size, torch.Tensor]()
         for tile in _tried(p, device):
             left, (_, low, scales), bias, out, _ = _operands(p, tile, a, b)
+            out = outs.setdefault(out.shape, out)  # it may be a large one
             counts = torch.zeros(needed_counts(p.m, p.n, tile), dtype=torch.int32, device=device)
 
             def call(i: int, given: Any = (left, low, scales, bias, out, tile, counts)) -> None:
@@ -284,13 +287,12 @@ def measure_tiles(product: Product, device: torch.device) -> list[float]:
                 right = copies[i % len(copies)]
                 gemm(left, (right, None if low is None else right, scales), *others)
 
-            try:
-                took = _time(call) + max(tile[3] - 1, 0) * out.numel() * 4 / 3e6  # reading the other shares, at 3 TB/s
-            except Exception:  # more shared memory or registers than this chip has
-                continue
-            if took < best[-1]:
-                best = [*map(float, tile), took]
-    return best
+            tiles.append(tile)
+            calls.append(call)
+            reading.append(max(tile[3] - 1, 0) * out.numel() * 4 / 3e6)  # the other shares, at 3 TB/s
+        times = [took + more for took, more in zip(_times(calls), reading, strict=True)]
+    took, tile = min(zip(times, tiles, strict=True))
+    return [*map(float, tile if took < math.inf else _SMALLEST), took]
 
 
 def measure_library(product: Product, device: torch.device) -> float:
@@ -359,22 +361,44 @@ def _copies(b: torch.Tensor) -> list[torch.Tensor]:
     return [b, *(b.clone() for _ in range(min(7, int(2e8 / max(b.numel() * 2, 1)))))]
 
 
-def _time(call: Callable[[int], Any], calls: int = 16) -> float:
-    """Microseconds a call, back to back in a CUDA graph so that no launch is waited for."""
-    call(0)
-    torch.cuda.synchronize()
+def _time(call: Callable[[int], Any]) -> float:
+    """Microseconds a call. Raises what the call raises."""
+    return _times([call], failing=False)[0]
+
+
+def _times(
+    calls: Sequence[Callable[[int], Any]], launches: int = 16, rounds: int = 3, failing: bool = True
+) -> list[float]:
+    """Microseconds a call of each, back to back in a CUDA graph so that no launch is waited for; infinity for one that
+    fails, if that is allowed: more shared memory or registers than the chip has.
+
+    In turns, and the least: what else happens on the device does not meet the same one each time.
+    """
     from fxopt.torch_api.cuda import cublas_workspaces_of_a_capture
 
-    graph = torch.cuda.CUDAGraph()
-    with cublas_workspaces_of_a_capture(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for i in range(calls):
-            call(i)
-    times = []
-    for _ in range(4):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return min(times)
+    graphs: list[torch.cuda.CUDAGraph | None] = []
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            call(0)
+            torch.cuda.synchronize()
+            with cublas_workspaces_of_a_capture(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for i in range(launches):
+                    call(i)
+        except Exception:
+            if not failing:
+                raise
+            graphs.append(None)
+        else:
+            graphs.append(graph)
+    least = [math.inf] * len(graphs)
+    for _ in range(rounds):
+        for number, captured in enumerate(graphs):
+            for _ in range(4 if captured is not None else 0):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                captured.replay()  # type: ignore[union-attr]
+                end.record()
+                end.synchronize()
+                least[number] = min(least[number], start.elapsed_time(end) * 1e3 / launches)
+    return least

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """``kernel_ns`` and ``wall_ns`` are medians per call; ``kernels`` is the number of kernels per call."""
+    """``kernel_ns`` and ``wall_ns`` are medians per call; ``kernels`` is the number of kernels per call.
+
+    ``by_name``: of each kernel (launches, ns) per call, means over the calls; what takes longest first.
+    """
 
     kernel_ns: float
     kernels: int
     wall_ns: float
     note: str = ""
+    by_name: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def measure(
@@ -90,7 +94,10 @@ def kernel_time(fn: Callable[[], Any], *, iterations: int = 5, warmup: int = 2, 
     total = kernels.groupby("iteration")["duration_ns"].sum().reindex(range(iterations), fill_value=0)
     whole = kernels["name"].str.startswith(COMPILED_GRAPH_PREFIX).any()
     note = "a compiled graph counts as one kernel, with the Python time of its wrapper code" if whole else ""
-    return KernelTime(float(total.median()), round(len(kernels) / iterations), float(median(trace.wall_ns)), note)
+    each = kernels.groupby("name")["duration_ns"].agg(["size", "sum"]).sort_values("sum", ascending=False) / iterations
+    by_name = {str(name): (float(row["size"]), float(row["sum"])) for name, row in each.iterrows()}
+    wall_ns = float(median(trace.wall_ns))
+    return KernelTime(float(total.median()), round(len(kernels) / iterations), wall_ns, note, by_name)
 
 
 def _device_kernels(trace: Trace) -> pd.DataFrame:

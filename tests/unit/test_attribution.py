@@ -414,6 +414,9 @@ def test_kernel_time_of_eager_code_is_that_of_its_top_level_operators() -> None:
     x = torch.randn(64, 64)
     time = kernel_time(lambda: torch.relu(x @ x), iterations=3, warmup=1, device=CPU)
     assert time.kernels == 2 and time.kernel_ns > 0 and time.wall_ns > 0 and time.note == ""
+    assert {name: launches for name, (launches, _) in time.by_name.items()} == {"aten::matmul": 1.0, "aten::relu": 1.0}
+    taken = [ns for _, ns in time.by_name.values()]
+    assert taken == sorted(taken, reverse=True) and time.kernel_ns * 0.2 < sum(taken) < time.kernel_ns * 5
 
 
 def test_kernel_time_of_a_compiled_graph_says_that_it_counts_as_a_whole() -> None:

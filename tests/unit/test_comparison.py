@@ -212,6 +212,24 @@ def test_the_evidence_says_what_was_run_and_for_how_long(measured: Any) -> None:
     json.dumps(evidence)
 
 
+def test_the_evidence_has_the_kernels_of_each_column_whose_times_add_up_to_the_rows(measured: Any) -> None:
+    rows, evidence = measured
+    timed = {f"{row['column']} {row['precision']}": row for row in rows.values() if row["kernel_us"] is not None}
+    assert set(evidence["kernels"]) == set(timed)
+    for name, row in timed.items():
+        found = evidence["kernels"][name]
+        assert sum(us for *_, us in found) == pytest.approx(sum(row["kernel_samples_us"]) / 2, rel=0.5)
+        assert round(sum(launches for _, launches, _ in found)) == row["kernels"]
+
+
+def test_kernels_that_take_little_are_one_line() -> None:
+    window = {f"kernel {n}": (2.0, 1e3 * (100 - n)) for n in range(comparison.KERNELS + 2)}
+    found = comparison._by_kernel([window, window, {"kernel 0": (4.0, 3e5)}])
+    assert found[0] == ["kernel 0", 2.0, 100.0] and len(found) == comparison.KERNELS + 1
+    assert found[-1] == ["others", 4.0, 139.0]
+    assert comparison._by_kernel([]) == []
+
+
 def test_a_column_that_takes_too_long_is_ended_even_where_errors_are_caught() -> None:
     with pytest.raises(comparison.ColumnTimeout), comparison._at_most(0.05):
         while True:

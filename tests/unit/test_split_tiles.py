@@ -40,6 +40,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="1.2.3"))
+    monkeypatch.setattr("profiler_core.wake.wake", lambda device: None)
     monkeypatch.setattr(tiling, "compile_tiles", lambda product, device: None)
     monkeypatch.setattr(tiling, "measure_tiles", lambda product, device: seen.append(product) or [*TILE, TOOK])
     monkeypatch.setattr(tiling, "measure_library", lambda product, device: seen.append(product) or 7.5)
@@ -288,3 +289,68 @@ def test_different_products_are_compiled_beside_each_other_and_all_are_written(m
         thread.join()
     assert not both.broken, "one waited for the other"
     assert len(json.loads(keep.read_text())) == len(measured) == 2
+
+
+# ---------------------------------------------------------------- how it is measured
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """CUDA graphs that take as long as the calls captured in them say, with a disturbance in the first 20 ms."""
+    now, captured, under_way = [0.0], [], []
+
+    class Graph:
+        def replay(self):
+            now[0] += sum(captured[self.number]) / 1e3 * (3 if now[0] < 20 else 1)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    @contextlib.contextmanager
+    def capture(graph, capture_error_mode):
+        graph.number = len(captured)
+        captured.append([])
+        under_way.append(captured[-1])
+        yield
+        under_way.clear()
+
+    def call(microseconds):
+        return lambda i: [times.append(microseconds) for times in under_way]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("fxopt.torch_api.cuda.cublas_workspaces_of_a_capture", contextlib.nullcontext)
+    return call
+
+
+def test_what_is_timed_first_does_not_look_slow_for_what_else_happens_then(card):
+    assert tiling._times([card(100.0), card(150.0), card(200.0)]) == pytest.approx([100.0, 150.0, 200.0])
+
+
+def test_a_tile_that_the_chip_has_no_room_for_takes_for_ever_and_the_others_their_time(card):
+    def broken(i):
+        raise RuntimeError("out of resource: shared memory")
+
+    assert tiling._times([card(100.0), broken, card(50.0)]) == pytest.approx([100.0, math.inf, 50.0])
+    with pytest.raises(RuntimeError, match="shared memory"):
+        tiling._time(broken)
+
+
+def test_the_device_is_woken_before_anything_is_timed(measured, monkeypatch):
+    events = []
+    monkeypatch.setattr("profiler_core.wake.wake", lambda device: events.append(("wake", len(measured))))
+    choices = Choices(None)
+    choices.tile(ONE, CUDA), choices.library(ONE, CUDA), choices.tile(ONE, CUDA)
+    assert events == [("wake", 0), ("wake", 1)]
