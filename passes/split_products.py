@@ -74,22 +74,18 @@ def split(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     empty = (largest == 0).to(torch.int32)
     scale = (_rebased(largest) * held + empty * _ONE).view(torch.float32)
     y = x * scale
-    # fp16(y): ten bits of mantissa, with the exponent rebased by 112; below 2^-14 a multiple of 2^-24.
-    rounded = (y.view(torch.int32) + 0x1000) & ~0x1FFF
-    steps = (y * 2.0**24).round()
-    tiny = y.abs() < 2.0**-14
-    value = torch.where(tiny, steps * 2.0**-24, rounded.view(torch.float32))
-    bits = torch.where(tiny, steps.abs().to(torch.int32), ((rounded & 0x7FFFFFFF) >> 13) - (112 << 10))
-    sign = (rounded >> 16) & 0x8000
-    high = bits | sign
-    low = ((y - value) * LOW).to(torch.float16).view(torch.int16).to(torch.int32)
-    # What is not zero must not become it: Inf times it is Inf.
-    low = torch.where(((bits | (low & 0x7FFF)) == 0) & (magnitude != 0), sign | 1, low)
+    # fp16(y): ten bits of mantissa; below 2^-14 a multiple of 2^-24, which is the last bit of sums from 1/2 to 1.
+    rounded = ((y.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    value = torch.where(y.abs() < 2.0**-14, (y + 0.75) - 0.75, rounded)
+    high = value.to(torch.float16).view(torch.int16)
+    low = ((y - value) * LOW).to(torch.float16).view(torch.int16)
     raw = x.view(torch.int32)
+    upper = (raw >> 16).to(torch.int16)
+    # What is not zero must not become it: Inf times it is Inf.
+    vanished = (((high | low) & 0x7FFF) == 0) & there
+    low = torch.where(vanished, (upper & -0x8000) | 1, low)
     fits = scale != 0
-    hi = torch.where(fits, high, raw >> 16).to(torch.int16)
-    lo = torch.where(fits, low, raw).to(torch.int16)
-    return hi, lo, scale
+    return torch.where(fits, high, upper), torch.where(fits, low, raw.to(torch.int16)), scale
 
 
 def block_of(k: int) -> int:
