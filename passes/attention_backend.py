@@ -27,6 +27,7 @@ from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from fxopt.torch_api import attention
 from fxopt.torch_api.attention import BACKENDS
+from passes.views import strided_alike
 
 _NAMES = {target: name for name, target in BACKENDS.items()}
 
@@ -89,7 +90,7 @@ class AttentionBackend(GraphPass):
                 yield Candidate(node.name, "sizes are symbolic")
             elif not attention.usable(self.backend, q, k, v, causal):
                 yield Candidate(node.name, f"torch's {self.backend} attention does not take it")
-            elif not _strided_alike(
+            elif not strided_alike(
                 result := attention.result(self.backend, q, k, v, causal, scale), node.meta["val"][0]
             ):
                 strides, old = result.stride(), node.meta["val"][0].stride()
@@ -107,11 +108,6 @@ class AttentionBackend(GraphPass):
             user.replace_all_uses_with(result)
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-def _strided_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether strides are equal but for dimensions of size 1, where they address nothing."""
-    return all(size == 1 or one == other for size, one, other in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def _operands(given: dict[str, Any]) -> tuple[list[Any], bool, Any]:

@@ -34,6 +34,7 @@ from fxopt.labels import Axis
 from fxopt.precision import Precision
 from fxopt.registry import Candidate, GraphPass, Pass, PassContext, Stage
 from passes.bf16_casts import CAST, REARRANGING, SPLITS, dtype_of, move_before_pools, narrow, narrow_mask
+from passes.views import strided_alike
 
 aten = torch.ops.aten
 
@@ -194,11 +195,14 @@ class PromoteMatmulPrecision(GraphPass):
         picked = _bf16_attention([operand.meta["val"] for operand in operands], causal, node.kwargs.get("scale"))
         if picked is None:
             return False
+        (made,) = picked.output_node().all_input_nodes
+        if not all(strided_alike(made.meta["val"], user.meta["val"]) for user in node.users):
+            return False  # the graph may give them on to its caller
         with graph.inserting_before(node):
             inputs = (n for n in picked.nodes if n.op == "placeholder")
-            narrow = [narrow(graph, operand) for operand in operands[:3]]
-            narrow += [narrow_mask(graph, operand) for operand in operands[3:]]
-            values = dict(zip(inputs, narrow, strict=True))
+            narrowed = [narrow(graph, operand) for operand in operands[:3]]
+            narrowed += [narrow_mask(graph, operand) for operand in operands[3:]]
+            values = dict(zip(inputs, narrowed, strict=True))
             result: Any = graph.graph_copy(picked, values)
             wide = graph.call_function(CAST, (result, torch.float32))
         for user in list(node.users):

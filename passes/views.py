@@ -25,3 +25,8 @@ VIEWS: frozenset[Any] = frozenset(
         aten.alias.default,
     }
 )
+
+
+def strided_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether strides are equal but for dimensions of size 1, where they address nothing."""
+    return all(size == 1 or one == other for size, one, other in zip(a.shape, a.stride(), b.stride(), strict=True))

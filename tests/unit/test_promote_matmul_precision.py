@@ -13,6 +13,7 @@ from fxopt.labels import Axis, Label
 from fxopt.manager import run_pass
 from fxopt.registry import PassContext
 from fxopt.verify import parse_precision
+from passes import promote_matmul_precision
 from passes.promote_matmul_precision import OPERANDS, PromoteMatmulPrecision
 
 aten = torch.ops.aten
@@ -217,3 +218,37 @@ def test_forward_and_backward_of_attention_are_promoted_together_on_cuda():
     *_, dx, dw = gm.graph.output_node().args[0]
     assert dx.target is dw.target is aten.mm.dtype
     assert dw.args[0].target is aten.permute.default and dw.args[0].args[0] is dx.args[0], "one cast, seen both ways"
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["strides alike", "other strides"])
+def test_attention_of_fp32_becomes_the_one_that_torch_picks_for_bf16_on_cuda(monkeypatch, alike):
+    """Its mask goes with it. What torch picks is given here: without a GPU there is no device to ask. One with other
+    strides, which the graph would give on to its caller, is left alone, and fp32's own takes bf16.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    own, other = aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention
+
+    def picked(operands, causal, scale):
+        def attend(q, k, v, bias):
+            return other(q, k, v, bias, False, 0.0, causal, scale=scale)[0]
+
+        with operands[0].fake_mode:
+            return make_fx(attend)(*(value.to(torch.bfloat16) for value in operands)).graph
+
+    monkeypatch.setattr(promote_matmul_precision, "_bf16_attention", picked)
+    with FakeTensorMode():
+        shape = (2, 64, 4, 16) if alike else (2, 4, 64, 16)
+        args = [torch.empty(shape, device="cuda") for _ in range(3)]
+        args = [head.transpose(1, 2) if alike else head for head in args]
+        args.append(torch.empty(2, 4, 64, 64, device="cuda"))
+        gm = make_fx(lambda q, k, v, bias: own(q, k, v, bias, False, 0.0, False)[0] + 1)(*args)
+    gm.graph.eliminate_dead_code()
+    names = [n.name for n in gm.graph.nodes if n.op == "call_function"]
+    given = replace(context(gm.graph, names=names), device=torch.device("cuda"))
+    report = run_pass(PromoteMatmulPrecision(), gm.graph, given)
+    assert (report.error, report.rewritten) == ("", 1)
+    (attend,) = gm.graph.find_nodes(op="call_function", target=(other if alike else own).default)
+    assert [value.meta["val"].dtype for value in attend.args[:4]] == [torch.bfloat16] * 4
+    (output,) = gm.graph.output_node().all_input_nodes
+    assert output.meta["val"].dtype == torch.float32
