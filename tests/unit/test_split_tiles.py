@@ -354,3 +354,31 @@ def test_the_device_is_woken_before_anything_is_timed(measured, monkeypatch):
     choices = Choices(None)
     choices.tile(ONE, CUDA), choices.library(ONE, CUDA), choices.tile(ONE, CUDA)
     assert events == [("wake", 0), ("wake", 1)]
+
+
+def test_each_tile_is_launched_with_operands_of_its_own_and_the_fastest_is_found(monkeypatch):
+    """One that reads more shares pays for that; outputs of one shape share their memory."""
+    launched = {}
+
+    def gemm(left, right, bias, out, tile, counts):
+        assert left[0].shape == (64, 128) and right[0].shape == (192, 128) and right[1] is right[0]
+        assert left[2].shape == (64, 1) and right[2].shape == (192, 1) and (bias is None) == (tile[3] > 1)
+        assert out.shape == (1, max(tile[3], 1), 64, 192) and counts.dtype == torch.int32
+        launched[tile] = launched.get(tile, (0, 0))[0] + 1, out.data_ptr()
+
+    def times(calls):
+        for number, call in enumerate(calls):
+            call(0), call(number)
+        return [9.0, 5.0, 5.01, math.inf][: len(calls)]
+
+    tiles = [(64, 64, 64, 1, 4, 3), (64, 64, 32, 2, 4, 2), (64, 64, 32, 1, 4, 2), (128, 128, 64, 1, 8, 3)]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tiling, "_tried", lambda product, device: tiles)
+    monkeypatch.setattr(tiling, "gemm", gemm)
+    monkeypatch.setattr(tiling, "_times", times)
+    product = Product(64, 192, 128, bias=True)
+    assert tiling.measure_tiles(product, torch.device("cpu")) == [*tiles[2], 5.01], "5.00, and 0.016 to read the sums"
+    assert [count for count, _ in launched.values()] == [2] * 4
+    assert len({address for _, address in launched.values()}) == 2
+    monkeypatch.setattr(tiling, "_times", lambda calls: [math.inf] * 4)
+    assert tiling.measure_tiles(product, torch.device("cpu")) == [*tiling._SMALLEST, math.inf]
