@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fxopt import identity, machine, nearest
+from fxopt.labels import Label
 from fxopt.plan import PassUse, Plan
 from fxopt.registry import Pass
 from fxopt.report.model import GraphReport, to_plain
@@ -25,13 +26,15 @@ def decided(
     seconds: float,
     parts: Mapping[str, Any],
     graph: Mapping[str, Any] | None = None,
+    to_come: Sequence[Label] = (),
 ) -> Plan:
     """The plan of the code whose measurements are in `report`, which learns after how many calls tuning has paid.
 
     passes: those that are kept, none where Inductor's own code is. patches: the caller's Inductor options. origins:
     pre-grad nodes by post-grad node. mutated: numbers of the inputs that the graph writes to. seconds: spent on tuning.
     parts: of the plan's key; their digests tell later why another graph does not find this plan.
-    graph: what tells this plan from others, for a listing (`fxopt.identity.in_words`).
+    graph: what tells this plan from others, for a listing (`fxopt.identity.in_words`). to_come: those of the report's
+    labels that were no part of what passes saw, and so are none where the plan is applied.
     """
     profile = report.profile
     assert profile is not None, "a plan is made of what was measured"
@@ -48,7 +51,8 @@ def decided(
         reports=[to_plain(entry) for entry in report.candidates],
         verdict=to_plain(report.verdict),
         paired=to_plain(report.ratio),
-        labels=[label.to_json() for label in report.labels],
+        labels=[label.to_json() for label in report.labels if label not in to_come],
+        to_come=[label.to_json() for label in to_come],
         origins={name: list(pre_grad) for name, pre_grad in origins.items()},
         mutated=sorted(mutated),
         profile={

@@ -110,7 +110,8 @@ class Plan(BaseModel):
     reports: list[dict[str, Any]] = Field(default_factory=list)  # of every pass that ran, kept or not
     verdict: dict[str, Any] | None = None  # the numerics gate's
     paired: dict[str, Any] | None = None  # the timing of baseline against candidate
-    labels: list[dict[str, Any]] = Field(default_factory=list)
+    labels: list[dict[str, Any]] = Field(default_factory=list)  # that its passes saw
+    to_come: list[dict[str, Any]] = Field(default_factory=list)  # labels of what its passes were to leave behind
     origins: dict[str, list[str]] = Field(
         default_factory=dict
     )  # post-grad node -> the pre-grad nodes it comes from

@@ -197,7 +197,7 @@ class Tuner:
         labels = [Label.from_json(item) for item in plan.labels]
         origins = {name: tuple(pre) for name, pre in plan.origins.items()}
         context = self.context(labels, origins=origins, mutated=frozenset(plan.mutated))
-        self.report.labels = labels
+        self.report.labels = [*labels, *map(Label.from_json, plan.to_come)]
         self.report.decision = plan.decision
         self.report.out_of_reach = list(plan.out_of_reach)
         if plan.ablation:

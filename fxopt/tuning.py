@@ -45,6 +45,7 @@ class Tuning:
         self.tuner, self.report, self.options, self.device = tuner, tuner.report, tuner.options, tuner.device
         self.written: Plan | None = None
         self._waited_before = exclusive.waited()
+        self._expected: list[Label] = []
 
     def run(self) -> Callable[..., Any]:
         from profiler_core import layers
@@ -207,7 +208,14 @@ class Tuning:
             environment=trials.environment,
             thresholds=dict(self.options.thresholds),
         )
+        return self._expect(found)
+
+    def _expect(self, found: list[Label]) -> list[Label]:
+        """Labels to propose passes by, and to report; no part of the context: passes see what was measured, where they
+        are tried as where the plan is applied.
+        """
         self.report.labels += found
+        self._expected = found
         return found
 
     def _expired(self, step: Step, compiles: bool = True) -> bool:
@@ -317,6 +325,7 @@ class Tuning:
             seconds=time.perf_counter() - self.tuner.started,
             parts=self.tuner.parts,
             graph=self.tuner.in_words,
+            to_come=self._expected,
         )
         try:
             self.tuner.store.save(self.written)

@@ -521,6 +521,32 @@ def test_each_variant_is_a_trial_and_the_plan_keeps_the_options_of_the_one_that_
     assert again.candidates[0].reports[0].rewritten == 1
 
 
+def test_passes_see_the_same_labels_where_the_plan_is_applied_whatever_was_to_come(block, x, scaled, monkeypatch):
+    """Else they might do what nobody verified, and Inductor's caches would not serve what was tuned."""
+    from fxopt import manager
+    from fxopt.labels import Label
+    from fxopt.report import sources
+    from fxopt.tuning import Tuning
+
+    label = Label(Axis.LAUNCH_BOUND, "graph", (), "", (), "low", 1e3, "Once the other labels are answered: launches")
+    monkeypatch.setattr(Tuning, "_to_come", lambda self, trials: self._expect([label]))
+    seen, digest = [], manager.chain_uuid
+
+    def chain_uuid(passes, context, stage):
+        seen.append((digest(passes, context, stage), context.labels))
+        return seen[-1][0]
+
+    monkeypatch.setattr(manager, "chain_uuid", chain_uuid)
+    graph = tune(block, x)
+    tuned = list(seen)
+    seen.clear()
+    again = tune(block, x)
+    assert again.source == "plan" and len(seen) == 1
+    assert seen[0] in tuned and label not in seen[0][1]
+    assert graph.labels[-1] == label and again.labels == graph.labels
+    assert sources.read(Path(graph.plan_path)).graphs[0].labels == graph.labels
+
+
 def test_the_gap_to_the_floor_is_measured_before_and_after(block, x, scaled):
     graph = tune(block, x)
     products = 2 * 2 * 16 * 64 * 64 * (3 + 1 + 4 + 4)
