@@ -51,7 +51,7 @@ class Build:
 
     entered: by stage, the graph as each of its passes found it, by name, and under "" as the last one left it; nothing
     for a stage whose passes did not run, or ran on several graphs. held_bytes: what it was seen to keep allocated on
-    its device, what it was put around included.
+    its device, what it was put around included. resting: graph passes that ran as well and found nothing to do.
     """
 
     passes: list[Pass]
@@ -60,6 +60,7 @@ class Build:
     reports: list[PassReport] = field(default_factory=list)
     entered: dict[Stage, dict[str, fx.Graph]] = field(default_factory=dict)
     held_bytes: int = 0
+    resting: list[Pass] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -80,6 +81,16 @@ class Build:
     def effective(self) -> bool:
         """Whether every pass did something, or would have but for a bisection's limit."""
         return all(map(at_work, self.reports))
+
+    def without(self, resting: Sequence[Pass]) -> Build:
+        """The same code, of passes that had nothing to do with it."""
+        names = {p.name for p in resting}
+        return replace(
+            self,
+            passes=[p for p in self.passes if p.name not in names],
+            reports=[r for r in self.reports if r.name not in names],
+            resting=[p for p in self.passes if p.name in names and isinstance(p, GraphPass)],
+        )
 
     @property
     def constants(self) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ def decided(
     parts: Mapping[str, Any],
     graph: Mapping[str, Any] | None = None,
     to_come: Sequence[Label] = (),
+    resting: Sequence[Pass] = (),
 ) -> Plan:
     """The plan of the code whose measurements are in `report`, which learns after how many calls tuning has paid.
 
@@ -34,7 +35,8 @@ def decided(
     pre-grad nodes by post-grad node. mutated: numbers of the inputs that the graph writes to. seconds: spent on tuning.
     parts: of the plan's key; their digests tell later why another graph does not find this plan.
     graph: what tells this plan from others, for a listing (`fxopt.identity.in_words`). to_come: those of the report's
-    labels that were no part of what passes saw, and so are none where the plan is applied.
+    labels that were no part of what passes saw, and so are none where the plan is applied. resting: graph passes
+    that ran beside those that are kept, and found nothing to do.
     """
     profile = report.profile
     assert profile is not None, "a plan is made of what was measured"
@@ -46,7 +48,8 @@ def decided(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         decision="candidate" if kept else "baseline",
         freeze=report.frozen,
-        passes=[PassUse(name=p.name, options=to_plain(p.options()), stage=p.stage.value) for p in passes],
+        passes=list(map(_use, passes)),
+        resting=list(map(_use, resting)),
         inductor={key: identity._spell(value) for key, value in patches.items()},
         reports=[to_plain(entry) for entry in report.candidates],
         verdict=to_plain(report.verdict),
@@ -74,3 +77,7 @@ def decided(
         ablation=to_plain(report.ablation),
         machines=[machine.machine(device)],
     )
+
+
+def _use(p: Pass) -> PassUse:
+    return PassUse(name=p.name, options=to_plain(p.options()), stage=p.stage.value)

@@ -106,6 +106,8 @@ class Plan(BaseModel):
     decision: Literal["baseline", "candidate"]
     freeze: bool = False
     passes: list[PassUse] = Field(default_factory=list)
+    # Graph passes that ran beside them and found nothing to do: Inductor's caches have the code under all of them.
+    resting: list[PassUse] = Field(default_factory=list)
     inductor: dict[str, Any] = Field(default_factory=dict)  # patches of Inductor's config
     reports: list[dict[str, Any]] = Field(default_factory=list)  # of every pass that ran, kept or not
     verdict: dict[str, Any] | None = None  # the numerics gate's

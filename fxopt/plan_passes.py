@@ -9,7 +9,7 @@ from typing import Any
 
 from fxopt import registry
 from fxopt.plan import PassUse, Plan, PlanStoreError
-from fxopt.registry import Pass, PassContext
+from fxopt.registry import GraphPass, Pass, PassContext
 
 
 class PlanRefused(PlanStoreError):
@@ -23,20 +23,39 @@ def passes_of(plan: Plan, allowed: Sequence[Pass], context: PassContext) -> list
     Raises PlanRefused for another pass, stage or option, for a value of another type than the option's default, and for
     a pass that the precision asked for does not allow.
     """
+    return _made(plan, "passes", plan.passes, allowed, context)
+
+
+def resting_of(plan: Plan, allowed: Sequence[Pass], context: PassContext) -> list[Pass]:
+    """Graph passes that found nothing to do beside the plan's, none where one of them may not run here: they are for
+    Inductor's caches alone.
+    """
+    used = {use.name for use in plan.passes}
+    try:
+        made = _made(plan, "resting", plan.resting, allowed, context)
+    except PlanRefused:
+        return []
+    return made if all(isinstance(p, GraphPass) and p.name not in used for p in made) else []
+
+
+def _made(
+    plan: Plan, field: str, uses: Sequence[PassUse], allowed: Sequence[Pass], context: PassContext
+) -> list[Pass]:
     known = {p.name: type(p) for p in allowed}
     made = []
-    for index, use in enumerate(plan.passes):
+    for index, use in enumerate(uses):
+        place = f"{field}[{index}]: {use.name}"
         if use.name not in known:
-            raise _refused(plan, f"passes[{index}]: {use.name!r} is not a pass that may run here")
+            raise _refused(plan, f"{field}[{index}]: {use.name!r} is not a pass that may run here")
         cls = known.pop(use.name)
         if use.stage != cls.stage.value:
-            raise _refused(plan, f"passes[{index}]: {use.name} has the stage {cls.stage.value}, not {use.stage!r}")
+            raise _refused(plan, f"{place} has the stage {cls.stage.value}, not {use.stage!r}")
         if not context.budget.allows(cls.precision):
-            raise _refused(plan, f"passes[{index}]: {use.name} needs precision={cls.precision.value!r}")
+            raise _refused(plan, f"{place} needs precision={cls.precision.value!r}")
         try:
             made.append(cls(**_options(cls, use)))
         except (TypeError, ValueError) as error:
-            raise _refused(plan, f"passes[{index}]: {use.name}: {error}") from error
+            raise _refused(plan, f"{place}: {error}") from error
     return registry.order(made)
 
 

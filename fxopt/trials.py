@@ -135,7 +135,7 @@ class Trials:
             return step, frozenset(), f"{type(error).__name__}: {error}", None
         self.idle |= idle
         if resting:
-            build = self.hold(replace(build, passes=left, reports=[r for r in build.reports if r.name not in resting]))
+            build = self.hold(build.without([p for p in passes if p.name in resting]))
         return replace(step, passes=tuple(left), subject=left[-1]), frozenset(idle), "", build
 
     @staticmethod

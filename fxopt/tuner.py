@@ -15,7 +15,7 @@ from fxopt import bisect, fingerprints, identity, machine, registry, training
 from fxopt.labels import Label
 from fxopt.options import Options
 from fxopt.plan import Plan, PlanCorrupt, PlanMoved, PlanStore, PlanStoreError, plan_key
-from fxopt.plan_passes import passes_of
+from fxopt.plan_passes import passes_of, resting_of
 from fxopt.precision import Precision, parse_precision
 from fxopt.registry import PassContext, spelled
 from fxopt.report.model import CandidateReport, GraphReport, phase, to_plain
@@ -24,7 +24,8 @@ from fxopt.torch_api import dynamo, graph_effects, inductor
 from fxopt.warning import FxoptWarning, warn
 
 if TYPE_CHECKING:
-    from fxopt.build import Builder
+    from fxopt.build import Build, Builder
+    from fxopt.registry import Pass
     from fxopt.tuning import Tuning
 
 __all__ = ["FxoptWarning", "Tuner", "graph_device", "unsupported", "warn"]
@@ -212,7 +213,7 @@ class Tuner:
         if context.dynamic:
             # Which guards Inductor itself needs shows beside its own code alone. What the passes add is taken back.
             inductor.compile_graph(self.gm, self.inputs, patches=builder.patches, keep_guards=True)
-        build = builder.build(passes, keep_guards=not context.dynamic)
+        build = self._build_of(plan, builder, passes)
         if build.errors:
             raise RuntimeError(f"the plan {self.report.key[:12]} does not apply: {'; '.join(build.errors)}")
         if not trusted and not self._verified_here(plan):
@@ -233,6 +234,21 @@ class Tuner:
             self._tuning().ablate_plan(plan, builder, build)
         build.compiled.scope.adopt()
         return build.fn
+
+    def _build_of(self, plan: Plan, builder: Builder, passes: Sequence[Pass]) -> Build:
+        """With the passes that rested where it was tuned, as which Inductor's caches know the code. Should one of them
+        do something after all, nobody has verified that: without them.
+        """
+        keep_guards = not builder.context.dynamic
+        caches = builder.dumper is None and builder.bisection is None
+        resting = resting_of(plan, self.passes, builder.context) if caches else []
+        build = builder.build(registry.order([*passes, *resting]), keep_guards=keep_guards)
+        names = {p.name for p in resting}
+        from fxopt.build import at_work  # there by now
+
+        if any(at_work(report) or report.error for report in build.reports if report.name in names):
+            return builder.build(passes, keep_guards=keep_guards)
+        return build.without(resting)
 
     def inductors_own(self) -> Callable[..., Any]:
         """What torch.compile would run without fxopt: the backward is compiled when it is first run."""

@@ -326,6 +326,7 @@ class Tuning:
             parts=self.tuner.parts,
             graph=self.tuner.in_words,
             to_come=self._expected,
+            resting=best.build.resting if best is not None else (),
         )
         try:
             self.tuner.store.save(self.written)

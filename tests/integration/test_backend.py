@@ -547,6 +547,48 @@ def test_passes_see_the_same_labels_where_the_plan_is_applied_whatever_was_to_co
     assert sources.read(Path(graph.plan_path)).graphs[0].labels == graph.labels
 
 
+@dataclass(frozen=True)
+class Rests(Mutant):
+    """Finds nothing to do."""
+
+    name: ClassVar[str] = "rests"
+
+    def candidates(self, graph, context):
+        return ()
+
+
+@pytest.fixture
+def rests(scaled, monkeypatch):
+    monkeypatch.setattr(scaled, "variants", lambda self, context: [scaled((2.0, 0.5))])
+    yield registry.register(Rests)
+    registry.unregister("rests")
+
+
+@pytest.mark.parametrize("wakes", [False, True], ids=["rests", "wakes"])
+def test_a_plan_is_compiled_with_passes_that_rested_for_inductors_caches(block, x, scaled, rests, monkeypatch, wakes):
+    """They are no part of it. One that does something after all is left out: nobody verified that."""
+    from fxopt import build, manager
+
+    compiled_with, digest = [], manager.chain_uuid
+
+    def chain_uuid(passes, context, stage):
+        compiled_with.append((digest(passes, context, stage), [p.name for p in passes]))
+        return compiled_with[-1][0]
+
+    monkeypatch.setattr(manager, "chain_uuid", chain_uuid)
+    graph = tune(block, x, passes=["scaled", "rests"])
+    assert graph.passes == ["scaled"] and compiled_with[0][1] == ["rests", "scaled"]
+    (tuned,) = compiled_with
+    compiled_with.clear()
+    if wakes:
+        monkeypatch.setattr(build, "at_work", lambda report: True)
+    again = tune(block, x, passes=["scaled", "rests"])
+    assert again.source == "plan" and again.passes == ["scaled"]
+    assert [r.name for r in again.candidates[0].reports] == ["scaled"]
+    assert compiled_with[0] == tuned
+    assert [names for _, names in compiled_with[1:]] == ([["scaled"]] if wakes else [])
+
+
 def test_the_gap_to_the_floor_is_measured_before_and_after(block, x, scaled):
     graph = tune(block, x)
     products = 2 * 2 * 16 * 64 * 64 * (3 + 1 + 4 + 4)
