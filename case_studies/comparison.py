@@ -250,7 +250,7 @@ def _kernel_windows(
                 with b.variant.context(), torch.no_grad():
                     seen = kernel_time(partial(call, *args), iterations=how.iterations, warmup=1, device=device)
             except Exception as error:  # a profiler that is refused costs the kernel times, not the study
-                mine |= {"ns": [], "note": f"no kernel time, {type(error).__name__}: {error}"[:300]}
+                mine |= {"ns": [], "by_name": [], "note": f"no kernel time, {type(error).__name__}: {error}"[:300]}
                 continue
             mine["ns"].append(seen.kernel_ns)
             mine["by_name"].append(seen.by_name)

@@ -91,6 +91,9 @@ class Machine(BaseModel):
     gpus: list[str] = Field(default_factory=list)
 
 
+_NEWER = ("resting", "to_come")
+
+
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -131,7 +134,9 @@ class Plan(BaseModel):
     def content(self) -> bytes:
         """The plan as the file holds it. PlanStoreError for what JSON cannot carry, or is too large to read back."""
         try:
-            ready = json_ready(self.model_dump(), "plan")
+            # What only some plans have is left out elsewhere, so that an older fxopt can read those.
+            data = {name: value for name, value in self.model_dump().items() if value or name not in _NEWER}
+            ready = json_ready(data, "plan")
         except TypeError as error:
             raise PlanStoreError(f"the plan cannot be written as JSON: {error}") from error
         content = json.dumps(ready, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"

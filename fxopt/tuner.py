@@ -236,19 +236,25 @@ class Tuner:
         return build.fn
 
     def _build_of(self, plan: Plan, builder: Builder, passes: Sequence[Pass]) -> Build:
-        """With the passes that rested where it was tuned, as which Inductor's caches know the code. Should one of them
-        do something after all, nobody has verified that: without them.
+        """With the passes that rested where it was tuned, as which Inductor's caches on this machine know the code.
+        Should one of them do something after all, nobody has verified that: without them.
         """
-        keep_guards = not builder.context.dynamic
-        caches = builder.dumper is None and builder.bisection is None
-        resting = resting_of(plan, self.passes, builder.context) if caches else []
-        build = builder.build(registry.order([*passes, *resting]), keep_guards=keep_guards)
-        names = {p.name for p in resting}
         from fxopt.build import at_work  # there by now
 
-        if any(at_work(report) or report.error for report in build.reports if report.name in names):
-            return builder.build(passes, keep_guards=keep_guards)
-        return build.without(resting)
+        keep_guards = not builder.context.dynamic
+        cached = builder.dumper is None and builder.bisection is None and self._verified_here(plan)
+        resting = resting_of(plan, self.passes, builder.context) if cached else []
+        if resting:
+            names = {p.name for p in resting}
+            try:
+                build = builder.build(registry.order([*passes, *resting]), keep_guards=keep_guards)
+            except Exception as error:
+                log.debug("with the passes that rested the plan %s fails: %s", plan.key[:12], error)
+            else:
+                if not any(at_work(report) or report.error for report in build.reports if report.name in names):
+                    return build.without(resting)
+                del build  # it may hold the weights
+        return builder.build(passes, keep_guards=keep_guards)
 
     def inductors_own(self) -> Callable[..., Any]:
         """What torch.compile would run without fxopt: the backward is compiled when it is first run."""

@@ -5,7 +5,8 @@ matrix unit; its result is cast back, so that softmax, normalisation, residual s
 are computed in fp32. Casts are placed at the joint stage, where Inductor fuses an activation's cast into its producer,
 so that it is stored in bf16, and freezing folds a weight's cast away. A value that goes from one product to the next
 through views alone stays in bf16: bf16 -> fp32 -> bf16 is the identity; and a pool between products reads bf16.
-Attention on CUDA goes to the kernel that torch itself picks for bf16 (flash or cuDNN), which was not on offer for fp32.
+Attention on CUDA goes to the kernel that torch itself picks for bf16 (flash or cuDNN), which was not on offer for fp32;
+where that gives its result other strides, the one that is there takes bf16.
 
 before                                   after
     y = addmm(bias, x, w)                    y16 = addmm(bf16(bias), bf16(x), bf16(w));  y = fp32(y16)

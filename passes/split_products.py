@@ -11,8 +11,8 @@ as a whole with less than 16 elements that are not zero, for the errors of so fe
 
 The method is Ootomo and Yokota's, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
 theoretical peak performance" (2022); scaling by rows, the encoding of rows that do not fit and the choice on the device
-are ours. fp16(x * s) is computed in integers, because Inductor takes fp32 -> fp16 -> fp32 for the identity, also where
-the bits are looked at in between, and would make every lo zero.
+are ours. fp16(x * s) is rounded in fp32, because Inductor takes fp32 -> fp16 -> fp32 for the identity, also where the
+bits are looked at in between, and would make every lo zero.
 
 `split_parts(x)` is the cheaper form for a looser error budget: two bf16 parts beside each other along K, so that one
 product of the library, three times as long, gives a_lo b_hi + a_hi b_lo + a_hi b_hi.

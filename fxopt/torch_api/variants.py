@@ -1,10 +1,13 @@
 """How Inductor times the variants of its Triton kernels, to keep the fastest. Tested with torch 2.11 and 2.13.
 
 A generated kernel comes in several block sizes, and its first call times each: an event, a launch, an event. Where a
-launch takes the CPU longer than the kernel takes the GPU, that is the launch's time, whatever the variant: 19 to 26 us
-for kernels of 6 to 13 (`tests/benchmarks/inductor_variants_gpu.py`). It also empties the L2 cache before each launch,
+launch takes the CPU longer than the kernel takes the GPU, that is the launch's time, whatever the variant: 33 to 44 us
+for kernels of 3 to 13 (`tests/benchmarks/inductor_variants_gpu.py`). It also empties the L2 cache before each launch,
 while in a model the kernel before has just left its result there. Here launches queue up behind a kernel that waits, so
 that the GPU runs them back to back.
+
+Inductor keeps what it found on disk, by the kernel's source: a kernel that a baseline has in common with a candidate
+stays with the variant that was found first, whoever timed it.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ import functools
 import logging
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +42,20 @@ CYCLES = 2_000_000
 LONGER = 4
 
 
+#: the kernels whose variants are timed so; no attribute of theirs, which Inductor would write to its caches
+_marked: weakref.WeakSet[CachingAutotuner] = weakref.WeakSet()
+#: whether this thread compiles code whose kernels are to be marked, and whether it times a marked kernel
+_compiling: ContextVar[bool] = ContextVar("_compiling", default=False)
+_timing: ContextVar[bool] = ContextVar("_timing", default=False)
+
+
 @contextmanager
 def timed_back_to_back() -> Iterator[None]:
     """Around a compilation: kernels of code that this thread loads meanwhile will have their variants timed so.
 
-    Code that was loaded before, such as a baseline's, stays as it is, also where the new code is equal to it.
+    Kernels that were loaded before, such as a baseline's, stay as they are, also where the new code has them too.
     """
-    _watch_loading()
+    _watch()
     token = _compiling.set(True)
     try:
         yield
@@ -51,55 +63,53 @@ def timed_back_to_back() -> Iterator[None]:
         _compiling.reset(token)
 
 
-_compiling: ContextVar[bool] = ContextVar("_compiling", default=False)
-
-
 @functools.cache
-def _watch_loading() -> None:
+def _watch() -> None:
     """For good, once: put in place and taken away around compilations in several threads, it could be left in place.
 
     The list of modules shows no code that was compiled without caches, for Inductor empties it then.
     """
-    load = PyCodeCache.load_by_key_path
+    load, bench = PyCodeCache.load_by_key_path, CachingAutotuner.bench
 
     def load_and_mark(*args: Any, **kwargs: Any) -> ModuleType:
-        before = {id(module) for module in PyCodeCache.modules} if _compiling.get() else None
+        before = list(PyCodeCache.modules) if _compiling.get() else None
         module = load(*args, **kwargs)
-        if before is not None and id(module) not in before:
-            _mark(module)
+        if before is not None and not any(module is other for other in before):
+            _mark(module, before)
         return module
 
-    cache: Any = PyCodeCache
-    cache.load_by_key_path = staticmethod(functools.wraps(load)(load_and_mark))
+    def bench_marked(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> float:
+        return _bench(kernel, bench, *args, **kwargs)
+
+    for owner, name, value in (
+        (PyCodeCache, "load_by_key_path", staticmethod(functools.wraps(load)(load_and_mark))),
+        (CachingAutotuner, "bench", functools.wraps(bench)(bench_marked)),
+        (triton_heuristics, "benchmarker", _Benchmarker(triton_heuristics.benchmarker)),
+    ):
+        setattr(owner, name, value)
 
 
-def _mark(module: ModuleType) -> None:
-    for kernel in list(vars(module).values()):
-        if not isinstance(kernel, triton_heuristics.CachingAutotuner) or isinstance(kernel.bench, _Bench):
-            continue
-        if kernel.device_props.type == "cuda":
-            kernel.__dict__["bench"] = _Bench(kernel.bench)  # of this kernel alone
+def _bench(kernel: CachingAutotuner, bench: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+    """Inductor's `bench` of a kernel, with the launches queued if it is marked."""
+    token = _timing.set(kernel in _marked)
+    try:
+        return bench(kernel, *args, **kwargs)
+    finally:
+        _timing.reset(token)
 
 
-class _Bench:
-    """A kernel's method `bench`, under another way of timing. Refers to the kernel, which has a cycle with it then."""
+def _mark(module: ModuleType, before: list[ModuleType]) -> None:
+    """Its kernels that none of the modules `before` has."""
+    old = {id(kernel) for other in before for kernel in _kernels(other)}
+    _marked.update(k for k in _kernels(module) if id(k) not in old and k.device_props.type == "cuda")
 
-    def __init__(self, bench: Callable[..., float]) -> None:
-        self.bench = bench
 
-    def __call__(self, *args: Any, **kwargs: Any) -> float:
-        inner: Any = triton_heuristics.benchmarker
-        if isinstance(inner, _Benchmarker):  # another thread's, such as autograd's in a backward
-            inner = inner.inner
-        triton_heuristics.benchmarker = cast(Any, _Benchmarker(inner))
-        try:
-            return self.bench(*args, **kwargs)
-        finally:
-            triton_heuristics.benchmarker = inner
+def _kernels(module: ModuleType) -> list[CachingAutotuner]:
+    return [value for value in list(vars(module).values()) if isinstance(value, CachingAutotuner)]
 
 
 class _Benchmarker:
-    """Inductor's benchmarker, but for short GPU kernels, which it runs once more. Whatever it raises, it raises."""
+    """Inductor's benchmarker, but for short GPU kernels that are marked, which it runs once more."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -116,7 +126,7 @@ class _Benchmarker:
 
 def _shorter(fn: Callable[[], Any], milliseconds: float) -> float:
     """`milliseconds`, which Inductor found for a call of `fn`, or what it takes back to back if that is less."""
-    if not milliseconds <= LONG_MS:  # of infinity and NaN, too, there is nothing to time
+    if not _timing.get() or not milliseconds <= LONG_MS:  # of infinity and NaN, too, there is nothing to time
         return milliseconds
     try:
         found = back_to_back(fn, milliseconds)
@@ -135,7 +145,7 @@ def back_to_back(fn: Callable[[], Any], estimate: float) -> float | None:
     launches = max(2, min(LAUNCHES, int(ROUND_MS / max(estimate, 1e-6))))
     cycles, found = CYCLES, list[float]()
     start, first, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    for _ in range(ROUNDS + LONGER):
+    while len(found) < ROUNDS:
         start.record()
         torch.cuda._sleep(cycles)
         began = time.perf_counter()
@@ -147,8 +157,8 @@ def back_to_back(fn: Callable[[], Any], estimate: float) -> float | None:
         last.synchronize()
         if queued < start.elapsed_time(first):
             found.append(first.elapsed_time(last) / launches)
-        else:
+        elif cycles < CYCLES << LONGER:
             cycles *= 2
-        if len(found) == ROUNDS:
-            return statistics.median(found)
-    return None
+        else:
+            return None
+    return statistics.median(found)

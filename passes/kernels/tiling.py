@@ -156,6 +156,7 @@ class Choices:
         name = torch.cuda.get_device_properties(device).name
         key = f"{name}, torch {torch.__version__}, Triton {triton.__version__}, {what}"
         if key not in self._found:
+            from fxopt.torch_api.dynamo import outside_tracing
             from profiler_core import exclusive
             from profiler_core.wake import wake
 
@@ -165,7 +166,8 @@ class Choices:
                     with contextlib.suppress(Exception):  # whatever it is, it is met again by who measures
                         prepare()
                     with exclusive.measuring(device):
-                        wake(device)  # or what is timed first would look slow
+                        with outside_tracing(), torch.no_grad():  # or its work would be fake
+                            wake(device)  # or what is timed first would look slow
                         self._found[key] = measure()
                     self._write()
         return self._found[key]
@@ -176,7 +178,9 @@ class Choices:
 
         if self.path is None:
             return contextlib.nullcontext()
-        return exclusive.turn(self.path.with_suffix(f".{hashlib.sha256(what.encode()).hexdigest()[:16]}.lock"))
+        digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+        # Hidden, as other locks are, which nobody deletes to make room.
+        return exclusive.turn(self.path.with_name(f".{self.path.stem}.{digest}.lock"))
 
     def _read(self) -> dict[str, list[float]]:
         try:

@@ -564,29 +564,36 @@ def rests(scaled, monkeypatch):
     registry.unregister("rests")
 
 
-@pytest.mark.parametrize("wakes", [False, True], ids=["rests", "wakes"])
-def test_a_plan_is_compiled_with_passes_that_rested_for_inductors_caches(block, x, scaled, rests, monkeypatch, wakes):
-    """They are no part of it. One that does something after all is left out: nobody verified that."""
-    from fxopt import build, manager
+@pytest.mark.parametrize("then", ["rests", "wakes", "fails", "elsewhere"])
+def test_a_plan_is_compiled_with_passes_that_rested_for_inductors_caches(block, x, scaled, rests, monkeypatch, then):
+    """They are no part of it. One that does something after all is left out, for nobody verified that, and one with
+    which nothing compiles; and on another machine, whose caches have none of it.
+    """
+    from fxopt import build, machine, manager
 
     compiled_with, digest = [], manager.chain_uuid
 
     def chain_uuid(passes, context, stage):
         compiled_with.append((digest(passes, context, stage), [p.name for p in passes]))
+        if then == "fails" and len(compiled_with) > 1 and len(passes) > 1:
+            raise RuntimeError("it does not compile")
         return compiled_with[-1][0]
 
     monkeypatch.setattr(manager, "chain_uuid", chain_uuid)
     graph = tune(block, x, passes=["scaled", "rests"])
     assert graph.passes == ["scaled"] and compiled_with[0][1] == ["rests", "scaled"]
     (tuned,) = compiled_with
-    compiled_with.clear()
-    if wakes:
+    if then == "wakes":
         monkeypatch.setattr(build, "at_work", lambda report: True)
+    if then == "elsewhere":
+        monkeypatch.setattr(machine, "known", lambda here, machines: False)
     again = tune(block, x, passes=["scaled", "rests"])
     assert again.source == "plan" and again.passes == ["scaled"]
     assert [r.name for r in again.candidates[0].reports] == ["scaled"]
-    assert compiled_with[0] == tuned
-    assert [names for _, names in compiled_with[1:]] == ([["scaled"]] if wakes else [])
+    alone = [["scaled"]] if then != "rests" else []
+    with_it = [["rests", "scaled"]] if then != "elsewhere" else []
+    assert [names for _, names in compiled_with[1:]] == with_it + alone
+    assert then == "elsewhere" or compiled_with[1] == tuned
 
 
 def test_the_gap_to_the_floor_is_measured_before_and_after(block, x, scaled):

@@ -591,3 +591,10 @@ def test_lists_become_tuples_and_a_pass_stands_once():
     use = {"name": "causal_mask", "stage": "joint"}
     with pytest.raises(PlanRefused, match=r"passes\[1\]"):
         passes_of(a_plan(passes=[use, use]), registry.select(["causal_mask"], ()), CONTEXT)
+
+
+def test_what_only_some_plans_have_is_left_out_of_the_others_which_an_older_fxopt_can_read():
+    plain = json.loads(a_plan().content())
+    assert not {"resting", "to_come"} & set(plain)
+    rests = {"name": "pad_matmul", "options": {}, "stage": "joint"}
+    assert json.loads(a_plan(resting=[rests]).content())["resting"] == [rests]

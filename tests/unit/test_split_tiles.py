@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt import fingerprints
 from passes.kernels import launch, tiling
@@ -349,11 +350,24 @@ def test_a_tile_that_the_chip_has_no_room_for_takes_for_ever_and_the_others_thei
 
 
 def test_the_device_is_woken_before_anything_is_timed(measured, monkeypatch):
+    """By work that is done: a pass asks while AOTAutograd traces, where tensors are fake."""
     events = []
-    monkeypatch.setattr("profiler_core.wake.wake", lambda device: events.append(("wake", len(measured))))
+
+    def wake(device):
+        assert type(torch.zeros(1)) is torch.Tensor and not torch.is_grad_enabled()
+        events.append(("wake", len(measured)))
+
+    monkeypatch.setattr("profiler_core.wake.wake", wake)
     choices = Choices(None)
-    choices.tile(ONE, CUDA), choices.library(ONE, CUDA), choices.tile(ONE, CUDA)
+    with FakeTensorMode():
+        choices.tile(ONE, CUDA), choices.library(ONE, CUDA), choices.tile(ONE, CUDA)
     assert events == [("wake", 0), ("wake", 1)]
+
+
+def test_locks_are_hidden_from_what_makes_room(measured, tmp_path):
+    Choices(tmp_path / "tiles.json").tile(ONE, CUDA)
+    locks = [name for name in os.listdir(tmp_path) if name != "tiles.json"]
+    assert locks and all(name.startswith(".") for name in locks)
 
 
 def test_each_tile_is_launched_with_operands_of_its_own_and_the_fastest_is_found(monkeypatch):

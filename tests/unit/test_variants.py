@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,17 +15,21 @@ import torch
 from compiled_graphs import dynamo_graph
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from fxopt.torch_api import inductor, variants
 
 
-class Kernel(triton_heuristics.CachingAutotuner):
+class Kernel(CachingAutotuner):
     """What Inductor times, but for a kernel and a GPU."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.device_props: Any = SimpleNamespace(type=device)
 
-    def bench(self, launcher: Any, *args: Any, **kwargs: Any) -> float:
+    def time(self, launcher: Any) -> float:
+        return variants._bench(self, Kernel.inductors_bench, launcher)
+
+    def inductors_bench(self, launcher: Any) -> float:
         return triton_heuristics.benchmarker.benchmark(fn=launcher, device=self.device_props.type)
 
 
@@ -88,7 +95,7 @@ def test_the_wait_grows_until_all_launches_are_queued_before_it_ends(monkeypatch
 def test_launches_that_cannot_be_queued_give_no_time(monkeypatch):
     gpu = Gpu(monkeypatch, takes=0.006, launch=2.0)
     assert variants.back_to_back(gpu, 0.02) is None
-    assert len(gpu.waits) == variants.ROUNDS + variants.LONGER
+    assert gpu.waits == [variants.CYCLES << n for n in range(variants.LONGER + 1)]
 
 
 def test_few_launches_of_a_longer_kernel_are_timed(monkeypatch):
@@ -103,12 +110,9 @@ def test_few_launches_of_a_longer_kernel_are_timed(monkeypatch):
 )
 def test_what_a_marked_kernel_finds(monkeypatch, inductors, wanted):
     gpu = Gpu(monkeypatch, takes=0.006, launch=0.02)
-    benchmarker = Inductors(inductors)
-    monkeypatch.setattr(triton_heuristics, "benchmarker", benchmarker)
-    kernel = Kernel()
-    variants._mark(module_of(kernel))
-    assert kernel.bench(gpu) == pytest.approx(wanted)
-    assert triton_heuristics.benchmarker is benchmarker
+    finds(monkeypatch, inductors)
+    assert marked().time(gpu) == pytest.approx(wanted)
+    assert Kernel().time(gpu) == inductors, "another kernel"
 
 
 def test_where_it_cannot_be_timed_inductors_time_stands(monkeypatch):
@@ -117,34 +121,50 @@ def test_where_it_cannot_be_timed_inductors_time_stands(monkeypatch):
     def broken() -> None:
         raise RuntimeError("cudaErrorStreamCaptureUnsupported")
 
-    monkeypatch.setattr(triton_heuristics, "benchmarker", Inductors(0.02))
-    kernel = Kernel()
-    variants._mark(module_of(kernel))
-    assert kernel.bench(broken) == 0.02
+    finds(monkeypatch, 0.02)
+    assert marked().time(broken) == 0.02
 
 
-def test_what_inductor_raises_is_raised_and_its_benchmarker_put_back(monkeypatch):
+def test_what_inductor_raises_is_raised_and_nothing_is_left_behind(monkeypatch):
     class Failing(Inductors):
         def benchmark(self, fn: Any, *args: Any, **kwargs: Any) -> float:
             raise RuntimeError("out of resources")
 
-    benchmarker = Failing(0.0)
-    monkeypatch.setattr(triton_heuristics, "benchmarker", benchmarker)
-    kernel = Kernel()
-    variants._mark(module_of(kernel))
+    monkeypatch.setattr(triton_heuristics, "benchmarker", variants._Benchmarker(Failing(0.0)))
     with pytest.raises(RuntimeError, match="out of resources"):
-        kernel.bench(lambda: None)
-    assert triton_heuristics.benchmarker is benchmarker
+        marked().time(lambda: None)
+    assert not variants._timing.get()
 
 
-def test_two_threads_at_once_leave_inductors_benchmarker(monkeypatch):
-    Gpu(monkeypatch, takes=0.006, launch=0.02)
-    benchmarker = Inductors(1.0)
-    monkeypatch.setattr(triton_heuristics, "benchmarker", variants._Benchmarker(benchmarker))  # the other thread's
+def test_threads_do_not_change_how_another_times(monkeypatch):
+    gpu = Gpu(monkeypatch, takes=0.006, launch=0.02)
+    finds(monkeypatch, 0.02)
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def launcher() -> None:
+        inside.set()
+        assert done.wait(60)
+
+    def inductors() -> None:
+        assert inside.wait(60)
+        found.extend([Kernel().time(gpu), marked().time(gpu)])
+        done.set()
+
+    thread = threading.Thread(target=inductors)
+    thread.start()
+    marked().time(launcher)
+    thread.join()
+    assert found == [0.02, pytest.approx(0.006)]
+
+
+def finds(monkeypatch: pytest.MonkeyPatch, milliseconds: float) -> None:
+    monkeypatch.setattr(triton_heuristics, "benchmarker", variants._Benchmarker(Inductors(milliseconds)))
+
+
+def marked() -> Kernel:
     kernel = Kernel()
-    variants._mark(module_of(kernel))
-    assert kernel.bench(lambda: None) == 1.0
-    assert triton_heuristics.benchmarker is benchmarker
+    variants._mark(module_of(kernel), [])
+    return kernel
 
 
 def test_only_gpu_kernels_of_code_loaded_meanwhile_are_marked(monkeypatch, tmp_path):
@@ -168,27 +188,45 @@ def test_only_gpu_kernels_of_code_loaded_meanwhile_are_marked(monkeypatch, tmp_p
         load("meanwhile")
         load("on_cpu")
     load("after")
-    assert [name for name, kernel in kernels.items() if isinstance(kernel.bench, variants._Bench)] == ["meanwhile"]
+    assert [name for name, kernel in kernels.items() if kernel in variants._marked] == ["meanwhile"]
+
+
+def test_a_kernel_that_loaded_code_has_is_not_marked_for_new_code_that_has_it_too():
+    old, new = Kernel(), Kernel()
+    variants._mark(module_of(old, new), [module_of(old)])
+    assert new in variants._marked and old not in variants._marked
+
+
+def test_inductor_is_watched_once_and_asked_by_its_own_names():
+    with variants.timed_back_to_back(), variants.timed_back_to_back():
+        pass
+    assert PyCodeCache.load_by_key_path.__name__ == "load_by_key_path"
+    assert isinstance(triton_heuristics.benchmarker, variants._Benchmarker)
+    assert not isinstance(triton_heuristics.benchmarker.inner, variants._Benchmarker)
+    assert triton_heuristics.benchmarker.benchmark_cpu == triton_heuristics.benchmarker.inner.benchmark_cpu
+    bench: Any = CachingAutotuner.bench
+    assert bench.__name__ == "bench" and not hasattr(bench.__wrapped__, "__wrapped__")
+
+
+def test_a_kernel_that_is_marked_is_written_to_a_cache_as_any_other():
+    kernel = marked()
+    assert "bench" not in vars(kernel)
+    alive = weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_compilation_loads_its_code_where_it_is_watched(monkeypatch, caches):
     seen: list[ModuleType] = []
-    monkeypatch.setattr(variants, "_mark", seen.append)
+    monkeypatch.setattr(variants, "_mark", lambda module, before: seen.append(module))
     with torch.no_grad():
         gm, inputs = dynamo_graph(lambda x: torch.relu(x) * 3 + 1, torch.randn(5, 7))
         inductor.compile_graph(gm, inputs, patches={}, caches=False)
         assert not seen
         inductor.compile_graph(gm, inputs, patches={}, caches=caches, back_to_back=True)
     assert any(hasattr(module, "call") for module in seen)
-
-
-def test_a_kernel_is_marked_once():
-    kernel = Kernel()
-    variants._mark(module_of(kernel))
-    bench = kernel.bench
-    variants._mark(module_of(kernel))
-    assert kernel.bench is bench
 
 
 def module_of(*kernels: Kernel) -> ModuleType:
