@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton, whose interpreter runs the k
 
 COMMON = """
 import contextlib, math, torch
-from passes.kernels import tiling
+from passes.kernels import launch
 from passes.split_products import joined, rounded_once, split
 
 torch.cuda.device = lambda device: contextlib.nullcontext()  # nothing of it is needed by the interpreter
