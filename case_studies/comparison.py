@@ -234,8 +234,9 @@ def _kernel_windows(
     """
     from profiler_core.collect.kineto import kernel_time
 
-    nothing: dict[str, Any] = {"ns": [], "kernels": None, "note": "", "by_name": []}
-    found = {b.variant.name: copy.deepcopy(nothing) for b in built}
+    found: dict[str, dict[str, Any]] = {
+        b.variant.name: {"ns": [], "kernels": None, "note": "", "by_name": []} for b in built
+    }
     running = [b for b in built if b.call is not None]
     for number in range(how.windows):
         shift = number % max(len(running), 1)
@@ -261,7 +262,7 @@ def _kernel_windows(
 
 def _by_kernel(windows: Sequence[dict[str, tuple[float, float]]]) -> list[list[Any]]:
     """(kernel, launches a call, us a call), medians over the windows, of the KERNELS that take longest; the others' sum
-    is the last. None where there are no windows.
+    is the last. Nothing where there are no windows.
     """
     names = dict.fromkeys(name for window in windows for name in window)
     found: list[list[Any]] = []

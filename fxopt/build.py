@@ -133,7 +133,7 @@ class Builder:
     def baseline(self) -> Build:
         """Inductor's own code, with its graph captured; its shape guards are the trace's own."""
         compiled = inductor.compile_graph(self.gm, self.inputs, patches=self.patches, capture=True, keep_guards=True)
-        _wake(self.context.device)
+        wake(self.context.device)
         return Build([], compiled.flat(), compiled)
 
     def build(self, passes: Sequence[Pass], *, keep_guards: bool = False) -> Build:
@@ -164,7 +164,7 @@ class Builder:
             capture = bool(configured) or (bool(runtime) and self.context.grad)
             compiled = self._compile(patches, slots, freeze, compute, keep_guards, capture=capture)
             if self.record:
-                _wake(self.context.device)
+                wake(self.context.device)
         for p, accepted, configuration in configured:
             reports[p.name] = self._took_effect(p, reports[p.name], compiled, accepted)
             self._dump(p, reports[p.name], configuration)
@@ -345,12 +345,14 @@ class Builder:
         return replace(compiled, fn=fn).flat(self.inputs, self.check_weights)
 
 
-def _wake(device: torch.device) -> None:
-    """Before a first call, which times what Inductor then keeps on disk: with the GPU's clocks up."""
-    from profiler_core.wake import wake
+def wake(device: torch.device) -> None:
+    """Before something is timed and the choice kept on disk, as in a first call of Inductor's code: with the GPU's
+    clocks up. By work that is done, also where a pass asks for it, while tensors are fake.
+    """
+    from profiler_core import wake as clocks
 
     with torch.no_grad(), dynamo.outside_tracing():
-        wake(device)
+        clocks.wake(device)
 
 
 def _read_reports(path: Path | None, slots: Mapping[str, SlotPass]) -> bool:

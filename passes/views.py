@@ -29,7 +29,7 @@ VIEWS: frozenset[Any] = frozenset(
 
 def strided_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether strides are known to be equal but for dimensions of size 1, where they address nothing."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true as known  # adds no guard
+    from fxopt.torch_api.values import equal
 
     sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(known(size == 1) or known(one == other) for size, one, other in sizes)
+    return all(equal(size, 1) or equal(one, other) for size, one, other in sizes)

@@ -156,9 +156,8 @@ class Choices:
         name = torch.cuda.get_device_properties(device).name
         key = f"{name}, torch {torch.__version__}, Triton {triton.__version__}, {what}"
         if key not in self._found:
-            from fxopt.torch_api.dynamo import outside_tracing
+            from fxopt.build import wake
             from profiler_core import exclusive
-            from profiler_core.wake import wake
 
             with self._turn(key):
                 self._found.update(self._read())  # what another process has measured meanwhile
@@ -166,8 +165,7 @@ class Choices:
                     with contextlib.suppress(Exception):  # whatever it is, it is met again by who measures
                         prepare()
                     with exclusive.measuring(device):
-                        with outside_tracing(), torch.no_grad():  # or its work would be fake
-                            wake(device)  # or what is timed first would look slow
+                        wake(device)  # or what is timed first would look slow
                         self._found[key] = measure()
                     self._write()
         return self._found[key]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compiled_graphs import dynamo_graph
+from inductor_variants_gpu import in_a_graph
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from fxopt.torch_api import inductor, variants
@@ -25,7 +25,7 @@ def test_the_variant_that_is_kept_is_the_fastest_of_those_that_take_less_than_a_
 
     def benchmark(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = whole(self, *args, **kwargs)
-        seen.append((self, found, {launcher: in_a_graph(launcher, args) for launcher in found}))
+        seen.append((self, found, {launcher: in_a_graph(launcher, args, {}) for launcher in found}))
         return found
 
     monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", benchmark)
@@ -37,18 +37,3 @@ def test_the_variant_that_is_kept_is_the_fastest_of_those_that_take_less_than_a_
     for kernel, found, exact in seen:
         assert kernel in variants._marked
         assert exact[min(found, key=found.__getitem__)] <= 1.1 * min(exact.values())
-
-
-def in_a_graph(launcher: Any, args: tuple[Any, ...]) -> float:
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for _ in range(40):
-            launcher(*args, stream=torch.cuda.current_stream().cuda_stream)
-    for _ in range(9):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    return statistics.median(times)

@@ -122,7 +122,7 @@ def test_the_gpu_is_awake_before_the_first_call_of_code_that_a_trial_compiled(bu
     order = []
     real = inductor.compile_graph
     monkeypatch.setattr(inductor, "compile_graph", lambda *a, **k: (order.append("compiled"), real(*a, **k))[1])
-    monkeypatch.setattr(module, "_wake", lambda device: order.append(f"awake: {device}"))
+    monkeypatch.setattr(module, "wake", lambda device: order.append(f"awake: {device}"))
     with torch.no_grad():
         builder.baseline()
         builder.build([])
