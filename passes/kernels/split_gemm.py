@@ -27,43 +27,6 @@ def decoded(hi, lo, scale):
 
 
 @triton.jit
-def planes_of(x):
-    """(hi, lo, scale) of each row of x [M, L]: what `passes.split_products.split` makes of blocks, as int16 and fp32.
-
-    Rows without an element below 2^-28 of their largest, which is nearly every row there is, take a short way: code
-    that runs once takes as long as it is long.
-    """
-    magnitude = tl.abs(x)
-    # The largest by its bits: as integers they are in the order of the magnitudes, and NaN is above all of them.
-    largest = tl.max(magnitude.to(tl.int32, bitcast=True), 1)
-    top = largest.to(tl.float32, bitcast=True)
-    least = tl.min(tl.where(magnitude == 0, float("inf"), magnitude), 1)
-    rebased = ((134 << 23) - (largest & 0x7F800000)) + (134 << 23)
-    in_range = (top >= 2.0**-46) & (top < 2.0**75)
-    plain = (in_range & (least >= top * 2.0**-28)) | (largest == 0)
-    scale = tl.where(largest == 0, 0x3F800000, rebased).to(tl.float32, bitcast=True)
-    if tl.min(plain.to(tl.int32), 0) == 1:
-        y = x * scale[:, None]
-        hi = y.to(tl.float16)
-        lo = ((y - hi.to(tl.float32)) * 2048.0).to(tl.float16)
-        hi_bits, lo_bits = hi.to(tl.int16, bitcast=True), lo.to(tl.int16, bitcast=True)
-    else:
-        small = tl.sum(((magnitude < (top * 2.0**-28)[:, None]) & (magnitude != 0)).to(tl.int32), 1)
-        held = (in_range & (small * 64 <= x.shape[1])) | (largest == 0)
-        scale = tl.where(held, scale, 0.0)
-        y = x * tl.where(held, scale, 1.0)[:, None]
-        hi = y.to(tl.float16)
-        low = ((y - hi.to(tl.float32)) * 2048.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        high = hi.to(tl.int16, bitcast=True).to(tl.int32)
-        raw = x.to(tl.int32, bitcast=True)
-        # What is not zero must not become it: Inf times it is Inf.
-        low = tl.where((((high | low) & 0x7FFF) == 0) & (magnitude != 0), ((raw >> 16) & 0x8000) | 1, low)
-        hi_bits = tl.where(held[:, None], high, raw >> 16).to(tl.int16)
-        lo_bits = tl.where(held[:, None], low, raw).to(tl.int16)
-    return hi_bits, lo_bits, scale
-
-
-@triton.jit
 def tile_of(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     """(row, column) of a tile; those that run together share their operands in L2, in groups of GROUP rows."""
     tiles_m = tl.cdiv(M, BM)

@@ -178,11 +178,11 @@ def products() -> Iterator[tuple[str, Callable[[], Any], int]]:
 
 
 def attentions() -> Iterator[tuple[str, Callable[[], Any], int]]:
-    def of(causal: bool, masked: bool, planes: bool):
+    def of(causal: bool, masked: bool, planes: bool, length: int = 200):
         def make():
-            qkv = torch.randn(2, 100, 3, 4, 64)
+            qkv = torch.randn(2, length, 3, 4, 64)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            bias = torch.randn(2, 1, 100, 100) if masked else None
+            bias = torch.randn(2, 1, length, length) if masked else None
             attend = split_attention.attend_split if planes else split_attention.attend
             kept: list[Any] = []  # its memory stays where it is, so that the next call's is another
             return (lambda: kept.append(attend(q, k, v, bias, 0.125, causal))), [q, k, v, *([bias] if masked else [])]
@@ -192,6 +192,9 @@ def attentions() -> Iterator[tuple[str, Callable[[], Any], int]]:
     yield "attention", of(False, False, False), 2
     yield "attention, causal, written split", of(True, False, True), 2
     yield "attention with a mask", of(False, True, False), 2
+    yield "attention at once", of(False, False, False, 100), 1
+    yield "attention at once, causal, written split", of(True, False, True, 100), 1
+    yield "attention at once with a mask", of(False, True, False, 100), 1
 
 
 def convolutions() -> Iterator[tuple[str, Callable[[], Any], int]]:

@@ -25,11 +25,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, tiles: Any) -> Any:
-    """Runs in the other process. Arrays in and out. tiles "split": as planes and scales."""
+def interpreted(q: Any, k: Any, v: Any, bias: Any, scale: float, causal: bool, tiles: Any, at_once: int) -> Any:
+    """Runs in the other process. Arrays in and out. tiles "split": as planes and scales. at_once: up to how many keys
+    are taken in one step.
+    """
     import triton.runtime.interpreter as interpreter
 
+    from passes.kernels import split_attention
     from passes.kernels.split_attention import Tiles, attend, attend_split
+
+    split_attention.AT_ONCE = at_once
 
     if not hasattr(interpreter, "patched_by_this_test"):
         interpreter.patched_by_this_test = True
@@ -58,8 +63,8 @@ def _array(x: torch.Tensor) -> Any:
     return whole.numpy(), tuple(x.shape), x.stride()
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Any]:
+@pytest.fixture(scope="module", params=[128, 0], ids=["short ones at once", "in blocks"])
+def kernel(request) -> Iterator[Any]:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -68,7 +73,7 @@ def kernel() -> Iterator[Any]:
         def attend(q, k, v, bias=None, scale=None, causal=False, tiles=None) -> Any:
             arrays = [None if x is None else _array(x) for x in (q, k, v, bias)]
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            found = pool.submit(interpreted, *arrays, scale, causal, tiles).result()
+            found = pool.submit(interpreted, *arrays, scale, causal, tiles, request.param).result()
             if tiles == "split":
                 return [torch.from_numpy(part) for part in found]
             out, stride = found
@@ -121,6 +126,8 @@ SHAPES = {
     "head dimension 128": dict(shape=(1, 1, 65, 70, 128)),
     "head dimension 20": dict(shape=(1, 2, 20, 20, 20)),
     "one query": dict(shape=(1, 2, 1, 100, 64)),
+    "causal, as many as are taken at once": dict(shape=(1, 2, 128, 128, 64), causal=True),
+    "more tiles of queries than split keys themselves": dict(shape=(1, 1, 300, 20, 16)),
     "another scale": dict(shape=(1, 1, 64, 64, 64), scale=0.7),
     "long": dict(shape=(1, 1, 64, 2000, 16)),
 }
