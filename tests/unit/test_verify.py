@@ -262,6 +262,39 @@ def test_what_is_written_to_inputs_is_compared_and_the_callers_stay_as_they_were
     assert all(map(torch.equal, args, before))
 
 
+class Remembers(nn.Module):
+    """Writes to a cache as a decoding step does: called again with the same inputs it changes nothing."""
+
+    def forward(self, x, cache):
+        cache.select(0, 1).copy_(x @ x.T)
+        return (cache * 2,)
+
+
+def remembers(factor: float = 1.0, at: int = 1):
+    def run(x, cache):
+        cache[at] = ((x.double() @ x.double().T) * factor).float()  # rounds otherwise than the baseline
+        return (cache * 2,)
+
+    return run
+
+
+def test_what_the_baseline_writes_again_a_candidate_may_write_as_it_rounds():
+    torch.manual_seed(0)
+    x, cache = torch.randn(40, 40), torch.randn(3, 40, 40)
+    gm = setup(Remembers(), x, cache)[0]
+    written = cache.clone()
+    gm(x, written)
+    again = written.clone()
+    remembers()(x, again)
+    assert not torch.equal(again, written)
+    sets = [[x, cache], [x, written]]
+    assert verify(remembers(), gm, gm, sets, (), FP32).ok
+    wrong = verify(remembers(1.001), gm, gm, sets[1:], (), FP32)
+    assert not wrong.ok and "input 1 after the call: relative L2 error" in wrong.reason
+    elsewhere = verify(remembers(at=0), gm, gm, sets[1:], (), FP32)
+    assert not elsewhere.ok and "input 1 after the call: relative L2 error" in elsewhere.reason
+
+
 # ---------------------------------------------------------------- budgets
 
 
