@@ -11,7 +11,8 @@ the tensor cores (`passes.split_products`). What a product costs and how accurat
 
 The split of an activation is ordinary graph code, which Inductor fuses into the activation's producer; a frozen weight
 is split once, when it is folded. Products that share an operand share its split. One that reads the result of split
-attention (`split_precision_attention`) has it written split.
+attention (`split_precision_attention`) has it written split. With gradients the products of the backward are split as
+those of the forward are.
 
 before                                   after (fp16x3)
     y = addmm(bias, x, w)                    x_hi, x_lo, x_scale = split(x);  w_hi, w_lo, w_scale = split(w^T)
@@ -76,6 +77,7 @@ class SplitPrecisionGemm(GraphPass):
     after: ClassVar[tuple[str, ...]] = ("freeze_weights", "split_precision_attention")
     conflicts: ClassVar[tuple[str, ...]] = ("promote_matmul_precision",)
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    gradients: ClassVar[bool] = True
 
     #: how the operands are split: fp16x3, bf16x3 or fp16
     method: str = "fp16x3"
@@ -85,15 +87,13 @@ class SplitPrecisionGemm(GraphPass):
             raise ValueError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
 
     def variants(self, context: PassContext) -> Sequence[Pass]:
-        return [SplitPrecisionGemm(method) for method in reversed(METHODS) if _allowed(method, context)]
+        return [replace(self, method=method) for method in reversed(METHODS) if _allowed(method, context)]
 
     def applicable(self, context: PassContext) -> str:
         if "float16" not in context.matrix_units:
             return f"{context.device} has no fp16 matrix units"
         if context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
             return "Triton is not installed, and the kernel is written in it"
-        if context.grad:
-            return "gradients are on: this pass rewrites inference graphs only"
         if not _allowed(self.method, context):
             return f"{self.method} is not within the precision asked for"
         return ""

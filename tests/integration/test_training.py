@@ -24,6 +24,7 @@ from fxopt.report import terminal
 from fxopt.report.model import Report
 from fxopt.testing.stand_ins import DoubledNegation
 from fxopt.verify import Precision
+from passes.split_precision_gemm import SplitPrecisionGemm
 from profiler_core import roofline
 from profiler_core.collect import kineto
 
@@ -160,6 +161,36 @@ def test_bf16_products_in_forward_and_backward_are_kept_and_right(case):
     assert max(relative(value, plain[name]) for name, value in got.items()) > 1e-4, "nothing was computed in bf16"
     for (name, mine), theirs in zip(model.named_buffers(), before.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2, msg=name)
+
+
+@dataclass(frozen=True)
+class SplitOnCpu(SplitPrecisionGemm):
+    """With the operators' arithmetic in torch, for the kernel needs a GPU."""
+
+    name: ClassVar[str] = "split_on_cpu"
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+
+
+@pytest.mark.parametrize("case", ["perceptron", "attention"])
+def test_products_of_forward_and_backward_are_split_and_as_accurate_as_fp32(case, monkeypatch):
+    monkeypatch.setattr(roofline, "matrix_units", lambda device: {"float16"})
+    registry.register(SplitOnCpu)
+    try:
+        make, shape = CASES[case]
+        model, x = make(), torch.randn(shape)
+        before = copy.deepcopy(model)
+        fast = backend(model, passes=["split_on_cpu"], **TORCHS_KERNELS)
+        got = gradients(model, fast, x)
+    finally:
+        registry.unregister("split_on_cpu")
+    graph = last()
+    assert graph.passes == ["split_on_cpu"], [c.reason for c in graph.candidates]
+    (candidate,) = graph.candidates
+    assert [report.rewritten for report in candidate.reports] == [6], "two forward, and two for each of them backward"
+    true, plain = exact(before, x), gradients(before, torch.compile(before), x)
+    for name, value in got.items():
+        assert relative(value, true[name]) <= 4 * relative(plain[name], true[name]), name
+    assert any(not torch.equal(value, plain[name]) for name, value in got.items()), "nothing was split"
 
 
 def test_the_report_has_forward_and_backward_and_says_which_is_which():

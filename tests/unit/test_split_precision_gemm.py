@@ -521,7 +521,6 @@ def test_a_product_without_a_label_is_left_alone():
 @pytest.mark.parametrize(
     ("fields", "because"),
     [
-        ({"grad": True}, "gradients are on: this pass rewrites inference graphs only"),
         ({"matrix_units": frozenset({"bfloat16"})}, "cpu has no fp16 matrix units"),
     ],
 )
