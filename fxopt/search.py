@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,8 @@ class Proposal:
 @dataclass(frozen=True)
 class Step:
     """One trial to make: `passes`, in order, by which `subject` is added, or dropped where `removal` is true; or, where
-    `together` is true, all the best guesses at once.
+    `together` is true, all the best guesses at once. instead: of those, what conflicts with another one and comes after
+    it, each with what it needs: for where that other one is of no use.
     """
 
     passes: tuple[Pass, ...]
@@ -40,6 +41,17 @@ class Step:
     removal: bool = False
     proposal: Proposal | None = None
     together: bool = False
+    instead: tuple[tuple[Pass, ...], ...] = ()
+
+    def joining(self, left: Sequence[Pass], known: Collection[Pass]) -> list[Pass]:
+        """`left` with those of `instead` that it leaves room for, but for what is `known` not to be of use."""
+        stack = list(left)
+        for group in self.instead:
+            names = {q.name for q in stack}
+            new = [p for p in group if p.name not in names]
+            if new and not any(p in known or registry.in_conflict(q, p) for p in new for q in stack):
+                stack = registry.order([*stack, *new])
+        return stack
 
 
 @dataclass
@@ -138,14 +150,19 @@ class Search:
     def _together(self, waiting: Sequence[Proposal]) -> Trial | None:
         """The trial of all best guesses at once, where it can be used; of two in conflict, the first."""
         stack: list[Pass] = []
+        instead: list[tuple[Pass, ...]] = []
         for proposal in waiting:
             p = proposal.variants[0]
-            joining = [p, *self.needs(p)]
-            if not p.last and not any(registry.in_conflict(q, j) for q in stack for j in joining):
+            joining = (*self.needs(p), p)
+            if p.last:
+                continue
+            if any(registry.in_conflict(q, j) for q in stack for j in joining):
+                instead.append(joining)
+            else:
                 stack = added_to(stack, p, self.needs(p))
         if len(stack) < 2:
             return None
-        step = Step(tuple(stack), stack[-1], together=True)
+        step = Step(tuple(stack), stack[-1], together=True, instead=tuple(instead))
         if self.expired(step):
             return None
         self.tried.add(_key(step.passes))

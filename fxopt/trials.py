@@ -110,11 +110,13 @@ class Trials:
         return Trial(list(step.passes), build, entry, idle)
 
     def _of_use(self, step: Step) -> tuple[Step, frozenset[str], str, Build | None]:
-        """`step` without the passes that fail or find nothing to do, the latter's names, and the code of what is left;
-        or why it cannot be compiled. Which of them it was shows when they are tried one at a time.
+        """`step` without the passes that fail or find nothing to do, and with what had no room beside them; their names
+        that find nothing to do, and the code of what is left; or why it cannot be compiled. Which of them it was shows
+        when they are tried one at a time.
         """
         passes = list(step.passes)
         idle: dict[str, str] = {}
+        tried = list(passes)
         try:
             with phase(self.report, "compile candidates"):
                 while True:
@@ -124,6 +126,10 @@ class Trials:
                     idle |= {name: why_idle(r) for name, r in resting.items()}
                     gone = failed | resting.keys()
                     left = [p for p in passes if p.name not in gone and not failed & set(p.needs)]
+                    if gone and len(joined := step.joining(left, tried)) > len(left):
+                        passes = joined
+                        tried += [p for p in joined if p not in tried]
+                        continue
                     if not left:
                         return step, frozenset(), f"none of its passes is of use: {', '.join(sorted(gone))}", None
                     if not failed and all(_left_no_trace(p) for p in passes if p.name in resting):

@@ -9,7 +9,7 @@ from fxopt.labels import Axis, Label
 from fxopt.measure import PairedResult
 from fxopt.registry import GraphPass, RuntimePass, Stage
 from fxopt.report.model import CandidateReport
-from fxopt.search import Proposal, Search, Trial, added_to, by_headroom
+from fxopt.search import Proposal, Search, Step, Trial, added_to, by_headroom
 
 LAUNCH = Label(Axis.LAUNCH_BOUND, "graph", (), "", (), "high", 1.0, "why")
 
@@ -50,7 +50,8 @@ class World:
     def evaluate(self, step, best):
         self.tried.append(("all " if step.together else "") + spell(step.passes))
         if step.together:
-            step = replace(step, passes=tuple(p for p in step.passes if p.name not in self.idle))
+            left = [p for p in step.passes if p.name not in self.idle]
+            step = replace(step, passes=tuple(step.joining(left, step.passes)))
         key = spell(step.passes)
         self.against[key] = best.build if best is not None else "baseline"
         if self.walls[key] is None:
@@ -344,6 +345,22 @@ def test_a_pass_that_finds_nothing_to_do_is_left_out_of_what_was_tried_together(
     kept, tried = run(walls, [FREEZE, NARROW, GRAPHS], together=True, idle=("freeze",))
     assert kept == "narrow+graphs"
     assert tried == ["all freeze+narrow+graphs", "graphs", "narrow"], "and it is not tried again by itself"
+
+
+def test_what_conflicts_with_a_pass_that_finds_nothing_to_do_is_tried_together_in_its_place():
+    walls = {"narrow+graphs": (4.0, 4.0), "narrow": (8.0, 4.0), "graphs": (8.0, 8.0)}
+    kept, tried = run(walls, [proposal(Tiled(), 9.0), proposal(NARROW, 5.0), GRAPHS], together=True, idle=("tiled",))
+    assert kept == "narrow+graphs"
+    assert tried == ["all tiled1+graphs", "graphs", "narrow"], "neither is tried again by itself"
+
+
+def test_what_joins_brings_what_it_needs_and_has_no_conflict_with_who_is_there():
+    needy = make("needy", Stage.POST_GRAD, needs=("freeze",), conflicts=("tiled",))
+    other = make("other", Stage.POST_GRAD, conflicts=("needy",))
+    step = Step((Tiled(), GRAPHS), GRAPHS, together=True, instead=((FREEZE, needy), (other,), (NARROW,)))
+    assert spell(step.joining([GRAPHS], step.passes)) == "freeze+narrow+needy+graphs"
+    assert spell(step.joining([Tiled(), GRAPHS], step.passes)) == "tiled1+other+graphs"
+    assert spell(step.joining([GRAPHS], [needy])) == "narrow+other+graphs", "what is known to be of no use stays out"
 
 
 def test_what_compiles_long_is_tried_last_and_not_together():

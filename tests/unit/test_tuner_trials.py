@@ -317,6 +317,28 @@ def test_a_pass_that_finds_nothing_to_do_beside_another_variant_leaves(monkeypat
     assert bench.report.candidates[-1].reason == "fuse found nothing to do: no product is left"
 
 
+def test_what_had_no_room_beside_an_idle_pass_takes_its_place_in_the_trial_of_all(monkeypatch):
+    """bf16 for the whole graph leaves a graph alone that writes to its inputs; bf16 products then have their turn."""
+
+    def build(self, passes):
+        code = Code(passes, *self.times["+".join(map(spelled, passes))], 0)
+        idle = PassReport("fuse", "joint", 0, 0, refused=(("", "it writes to an input"),))
+        code.reports = [idle if report.name == "fuse" else report for report in code.reports]
+        code.without = lambda gone: code
+        self.built.append("+".join(map(spelled, passes)))
+        return code
+
+    monkeypatch.setattr(Bench, "build", build)
+    bench = Bench(monkeypatch, {"fuse+wrap": (90.0, 90.0), "tile+wrap": (25.0, 25.0)})
+    step = Step((Fuse(), Wrap()), Wrap(), together=True, instead=((Tile(),),))
+    trial = bench.trials.evaluate(step, None)
+    assert trial is not None, bench.report.candidates[-1].reason
+    assert [p.name for p in trial.passes] == ["tile", "wrap"]
+    assert trial.idle == {"fuse"} and bench.trials.idle == {"fuse": "it writes to an input"}
+    assert bench.built == ["fuse+wrap", "tile+wrap"]
+    assert trial.entry.paired is not None and trial.entry.paired.ratio == 4.0
+
+
 def test_what_only_wraps_code_that_is_held_needs_no_compiling(monkeypatch):
     trials = Bench(monkeypatch, {"tile": (50.0, 50.0)}).trials
     assert trials.compiles(Step((Tile(), Wrap()), Wrap()))
