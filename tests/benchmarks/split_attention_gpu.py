@@ -19,7 +19,8 @@ import torch
 import triton
 from triton.testing import do_bench_cudagraph
 
-from passes.kernels.split_attention import TILES, Tiles, attend, split_keys_and_values
+from passes.kernels.split_attention import AT_ONCE, MOST_TILES, TILES, Tiles, attend
+from passes.kernels.split_attention_kernels import split_keys_and_values
 
 #: batch, heads, length, head dimension
 SHAPES = [(8, 8, 512, 64), (4, 12, 128, 64), (2, 16, 2048, 64), (4, 16, 1024, 128), (8, 8, 512, 32)]
@@ -81,6 +82,15 @@ def rows(shape: tuple[int, ...], causal: bool) -> list[dict[str, Any]]:
             "error": rel(efficient(q, k, v, causal), true),
         }
     ]
+    if length <= min(AT_ONCE, MOST_TILES * 64) and d <= 64:
+        found.append(
+            {
+                **base,
+                "what": "split at once, without a kernel for keys and values",
+                "us": microseconds(lambda: attend(q, k, v, None, scale, causal)),
+                "error": rel(attend(q, k, v, None, scale, causal), true),
+            }
+        )
     for tiles in CANDIDATES:
         label = f"split m={tiles.m} n={tiles.n} warps={tiles.warps} stages={tiles.stages}"
         if tiles == TILES[max(16, triton.next_power_of_2(d)), causal]:
