@@ -9,10 +9,10 @@ the tensor cores (`passes.split_products`). What a product costs and how accurat
              for those products where it measures faster; fp16x3 for the others
     fp16     one product of scaled fp16 operands: TF32's eleven bits at twice its rate. Classes tf32 and bf16
 
-The split of an activation is ordinary graph code, which Inductor fuses into the activation's producer; a frozen weight
-is split once, when it is folded. Products that share an operand share its split. One that reads the result of split
-attention (`split_precision_attention`) has it written split. With gradients the products of the backward are split as
-those of the forward are.
+The split of an activation is one operator, which Inductor lowers as ordinary graph code and fuses into the activation's
+producer; a frozen weight is split once, when it is folded. Products that share an operand share its split. One that
+reads the result of split attention (`split_precision_attention`) has it written split. With gradients the products of
+the backward are split as those of the forward are.
 
 before                                   after (fp16x3)
     y = addmm(bias, x, w)                    x_hi, x_lo, x_scale = split(x);  w_hi, w_lo, w_scale = split(w^T)
@@ -38,7 +38,7 @@ from fxopt.precision import Precision
 from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
 from passes.kernels import launch, tiling
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
-from passes.split_products import WEIGHTS, block_of, is_constant, parts_of, rounded_once, split, split_parts
+from passes.split_products import ROWS, WEIGHTS, block_of, is_constant, parts_of
 from profiler_core.quantities import duration
 
 aten = torch.ops.aten
@@ -181,11 +181,11 @@ class SplitPrecisionGemm(GraphPass):
             if attention is not None:
                 operands = _written_split(graph, attention)
             else:
-                operands = parts_of(graph, a, f"rows{block}", lambda x: split(_dense(x), block))
+                operands = parts_of(graph, a, f"rows{block}", ROWS[f"rows{block}"][0])
             operands += parts_of(graph, b, "columns", WEIGHTS["columns"][0])
             target: Any = torch.ops.fxopt.split_gemm.default
         else:
-            operands = parts_of(graph, a, "once", lambda x: rounded_once(_dense(x)))
+            operands = parts_of(graph, a, "once", ROWS["once"][0])
             operands += parts_of(graph, b, "columns once", WEIGHTS["columns once"][0])
             target = torch.ops.fxopt.scaled_gemm.default
         given: tuple[Any, ...] = (*operands, bias if tile[3] <= 1 else None, list(tile))
@@ -196,7 +196,7 @@ class SplitPrecisionGemm(GraphPass):
 
     def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
         """The product by cuBLAS, over a K three times as long."""
-        (wide_a,) = parts_of(graph, a, "parts", lambda x: (split_parts(_dense(x), 0),))
+        (wide_a,) = parts_of(graph, a, "parts", ROWS["parts"][0])
         (wide_b,) = parts_of(graph, b, "columns parts", WEIGHTS["columns parts"][0])
         turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
         target: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
@@ -275,7 +275,3 @@ def _bias_of(node: fx.Node) -> fx.Node | None:
 def _is_row(added: torch.Tensor, n: int) -> bool:
     """Whether the kernel can read it as N numbers beside each other; addmm takes one number and broadcast views too."""
     return tuple(added.shape) == (n,) and added.stride(0) == 1
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous()

@@ -20,6 +20,7 @@ product of the library, three times as long, gives a_lo b_hi + a_hi b_lo + a_hi 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -153,8 +154,9 @@ def parts_of(
     graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., Sequence[torch.Tensor | None]]
 ) -> list[fx.Node | None]:
     """The parts of a node's value, computed right after it, or those that an earlier call with this `how` had computed:
-    several products may read one value. A constant's are one operator's, which is run when the graph is folded: written
-    out, those of a model's weights are most of its graph, and of the time that it takes to compile.
+    several products may read one value. A constant's are one operator's, which is run when the graph is folded, and an
+    activation's are one operator's, which Inductor lowers as what `split` says: written out, they are most of a model's
+    graph, and of the time that it takes to compile.
     """
     # A dict of this graph's own, for a copied node shares its meta's values with the one that it was copied from.
     known = value.meta["fxopt_split"] = dict(value.meta.get("fxopt_split", {}))
@@ -165,10 +167,16 @@ def parts_of(
     while before.op == "placeholder":
         before = before.next
     found: list[fx.Node | None]
+    one: tuple[Any, int] | None = None
+    if how in WEIGHTS and is_constant(value):
+        one = torch.ops.fxopt.split_weight.default, WEIGHTS[how][1]
+    elif how in ROWS:
+        _lower_rows()
+        one = torch.ops.fxopt.split_rows.default, ROWS[how][1]
     with graph.inserting_before(before):
-        if how in WEIGHTS and is_constant(value):
-            whole = graph.call_function(torch.ops.fxopt.split_weight.default, (value, how))
-            found = [graph.call_function(operator.getitem, (whole, i)) for i in range(WEIGHTS[how][1])]
+        if one is not None:
+            whole = graph.call_function(one[0], (value, how))
+            found = [graph.call_function(operator.getitem, (whole, i)) for i in range(one[1])]
         else:
             traced = _traced(how, split, value.meta["val"])
             inputs = traced.find_nodes(op="placeholder")
@@ -193,10 +201,24 @@ WEIGHTS: dict[str, tuple[Callable[[torch.Tensor], Sequence[torch.Tensor]], int]]
 }
 
 
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+#: how the left operand of a product, [.., M, K], is split, and in how many parts
+ROWS: dict[str, tuple[Callable[[torch.Tensor], Sequence[torch.Tensor]], int]] = {
+    "rows0": (lambda x: split(_dense(x)), 3),
+    f"rows{_BLOCK}": (lambda x: split(_dense(x), _BLOCK), 3),
+    "once": (lambda x: rounded_once(_dense(x)), 2),
+    "parts": (lambda x: (split_parts(_dense(x), 0),), 1),
+}
+
+
 # ---- operators ----
 
 torch.library.define("fxopt::split_weight", "(Tensor weight, str how) -> Tensor[]")
-
+torch.library.define("fxopt::split_rows", "(Tensor x, str how) -> Tensor[]")
 
 
 def _split_weight(weight: torch.Tensor, how: str) -> list[torch.Tensor]:
@@ -205,6 +227,37 @@ def _split_weight(weight: torch.Tensor, how: str) -> list[torch.Tensor]:
 
 # FakeTensor asks what is registered for Meta; `register_fake` looks through all modules, for its messages.
 torch.library.impl("fxopt::split_weight", ("CPU", "CUDA", "Meta"), _split_weight)
+
+
+
+def _split_rows(x: torch.Tensor, how: str) -> list[torch.Tensor]:
+    return list(ROWS[how][0](x))
+
+
+def _fake_rows(x: torch.Tensor, how: str) -> list[torch.Tensor]:
+    """What `split_rows` gives, but for the numbers."""
+    *lead, k = x.shape
+    if how == "parts":
+        return [x.new_empty([*lead, 3 * k], dtype=torch.bfloat16)]
+    if how == "once":
+        return [x.new_empty([*lead, k], dtype=torch.float16), x.new_empty([*lead, 1])]
+    block = int(how.removeprefix("rows"))
+    shape = [*lead, k // block, block] if block else [*lead, k]
+    return [*(x.new_empty(shape, dtype=torch.int16) for _ in range(2)), x.new_empty([*shape[:-1], 1])]
+
+
+torch.library.impl("fxopt::split_rows", ("CPU", "CUDA"), _split_rows)
+torch.library.impl("fxopt::split_rows", "Meta", _fake_rows)
+
+
+@functools.cache
+def _lower_rows() -> None:
+    """Once Inductor is there: it takes as long to import as the rest of torch."""
+    from fxopt.torch_api.lowering import lowers_as
+
+    op = torch.ops.fxopt.split_rows.default
+    lowers_as(op, lambda value, how: _traced(how, lambda x: _split_rows(x, how), value))
+
 
 torch.library.define(
     "fxopt::split_gemm",

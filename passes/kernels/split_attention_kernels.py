@@ -241,7 +241,7 @@ def _plain_planes(x):
 
 @triton.jit
 def _row_scales(largest):
-    """The power of two that brings what has these bits into [2^7, 2^8); 1 for 0."""
+    """The power of two that brings what has these bits into [2^14, 2^15); 1 for 0."""
     rebased = ((134 << 23) - (largest & 0x7F800000)) + (134 << 23)
     return tl.where(largest == 0, 0x3F800000, rebased).to(tl.float32, bitcast=True)
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from compiled_graphs import dynamo_graph
 from torch import fx, nn
+from torch._inductor.utils import run_and_get_code
 
 from fxopt import testing, verify
 from fxopt.manager import SlotPass
@@ -28,6 +29,7 @@ from passes.split_precision_gemm import SplitPrecisionGemm
 aten: Any = torch.ops.aten
 SPLIT: Any = torch.ops.fxopt.split_gemm.default
 SCALED: Any = torch.ops.fxopt.scaled_gemm.default
+ROWS: Any = torch.ops.fxopt.split_rows.default
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
@@ -185,6 +187,29 @@ def test_integers_elsewhere_in_the_graph_do_not_disturb_it():
     assert error(found, exact) <= FP32_FLOOR and torch.equal(ids, inputs[0] + 1)
 
 
+@pytest.mark.parametrize("how", split_products.ROWS)
+def test_the_split_of_an_activation_is_one_operator_that_inductor_fuses_into_its_producer(how, fresh_dynamo):
+    x = values(32, 512)
+    x[3] *= torch.logspace(-12, 12, 512)
+    x[4, 5], x[5, 6], x[6] = float("inf"), float("nan"), 0.0
+
+    def producer_and_split(x):
+        return torch.ops.fxopt.split_rows(torch.relu(x) * 2, how)
+
+    split_products._lower_rows()
+    found, made = run_and_get_code(torch.compile(producer_and_split), x)
+    expected = split_products.ROWS[how][0](torch.relu(x) * 2)
+    for part, own, fake in zip(found, expected, split_products._fake_rows(x.to("meta"), how), strict=True):
+        assert part.shape == own.shape == fake.shape and part.dtype == own.dtype == fake.dtype
+        assert part.stride() == own.stride() == fake.stride()
+        assert (
+            torch.equal(part.nan_to_num(7.0), own.nan_to_num(7.0))
+            if part.is_floating_point()
+            else torch.equal(part, own)
+        )
+    assert "ops.fxopt.split_rows" not in made[0], "it is not called: it is loops of its producer's kernel"
+
+
 # ---------------------------------------------------------------- what is shared, and where a bias is added
 
 
@@ -197,8 +222,8 @@ def test_a_value_of_several_products_is_split_once():
     one, two, right = calls(result.module, SPLIT)
     assert one.args[:3] == two.args[:3] and one.args[3] is not two.args[3]
     assert right.args[3] not in one.args, "as a right operand it is split by columns"
-    largest_of_a_row = calls(result.module, aten.amax.default)
-    assert len(largest_of_a_row) == 5, "x by rows and by columns, a, b and c"
+    rows, columns = calls(result.module, ROWS), calls(result.module, aten.amax.default)
+    assert (len(rows), len(columns)) == (2, 3), "x and c by rows; x, a and b by columns"
     for found, exact in zip(result.module(*inputs), three(*(x.double() for x in inputs)), strict=True):
         assert error(found, exact) <= FP32_FLOOR
 
@@ -343,10 +368,8 @@ def test_of_a_frozen_weight_only_the_parts_are_left(fresh_dynamo):
     assert all(part.op == "get_attr" for node in products for part in node.args[3:6])
     assert not calls(made.post_grad, torch.ops.fxopt.split_weight.default), "folded, as one operator each"
     assert {tuple(node.args[2].meta["val"].shape) for node in products} == {(32, 1), (32, 16, 1)}
-    rounded = calls(made.post_grad, aten.__rshift__.Scalar)
-    assert rounded and all(node.meta["val"].shape[0] == 32 and node.meta["val"].dim() > 1 for node in rounded)
-    weights = {(2048, 256), (256, 2048), (2048, 32)}
-    assert not any(tuple(node.meta["val"].shape) in weights for node in rounded)
+    assert [node.args[1] for node in calls(made.post_grad, ROWS)] == ["rows0", "rows128"]
+    assert not calls(made.post_grad, aten.__rshift__.Scalar), "what a split is is written out when it is lowered"
     with torch.no_grad():
         (found,) = made.flat(inputs)(*inputs)
         own = model(x)
@@ -420,7 +443,7 @@ def by_casts(x: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def test_the_numerics_gate_refuses_a_split_that_inductor_took_the_low_part_from(monkeypatch, fresh_dynamo):
-    monkeypatch.setattr("passes.split_precision_gemm.split", by_casts)
+    monkeypatch.setattr(split_products, "split", by_casts)
     model, x = nn.Linear(64, 48).eval(), values(32, 64)
     made, gm, inputs, report = compiled(OnCpu(), model, x, freeze=False)
     assert report.rewritten == 1 and not report.error
