@@ -41,7 +41,7 @@ class OnCpu(SplitPrecisionGemm):
 @pytest.fixture(autouse=True)
 def the_library_is_faster(monkeypatch):
     """What bf16x3 measures on a card."""
-    monkeypatch.setattr(tiling.Choices, "library", lambda *given: -1.0)
+    monkeypatch.setattr(tiling.Choices, "library", lambda *given: -10.0)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -307,7 +307,8 @@ def test_the_tile_is_chosen_for_the_product_and_kept_in_the_folder_for_measureme
 def test_bf16_parts_are_for_products_for_which_they_measure_faster(monkeypatch):
     monkeypatch.setattr(tiling.Choices, "tile", lambda *given: ((64, 64, 64, 1, 4, 3), 10.0))
     inputs = values(32, 64), values(64, 48)
-    for took, operator in ((9.0, aten.mm.dtype), (11.0, SPLIT)):
+    # 9 us and a kernel that writes parts are more than 10 us; 8 us and that kernel are less.
+    for took, operator in ((8.0, aten.mm.dtype), (9.0, SPLIT)):
         monkeypatch.setattr(tiling.Choices, "library", lambda *given, took=took: took)
         result = run(torch.mm, *inputs, method="bf16x3")
         assert len(calls(result.module, operator)) == len(calls(result.module, aten.mm.dtype, SPLIT)) == 1
