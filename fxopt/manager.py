@@ -66,7 +66,8 @@ def chain_uuid(passes: Sequence[GraphPass], context: PassContext, stage: Stage) 
 
 
 def _framework() -> list[str]:
-    modules = (__name__, "fxopt.registry", "fxopt.invariants", "fxopt.effects", "fxopt.torch_api.values")
+    modules = [__name__, "fxopt.registry", "fxopt.invariants", "fxopt.effects", "fxopt.torch_api.values"]
+    modules += ["fxopt.torch_api.lowering", "fxopt.torch_api.tracing"]  # what one operator in the graph stands for
     return [fingerprints.module_digest(name) for name in modules]
 
 

@@ -49,7 +49,8 @@ class Step:
         for group in self.instead:
             names = {q.name for q in stack}
             new = [p for p in group if p.name not in names]
-            if new and not any(p in known or registry.in_conflict(q, p) for p in new for q in stack):
+            clash = any(registry.in_conflict(q, p) for p in new for q in stack)
+            if new and not clash and not any(p in known for p in new):
                 stack = registry.order([*stack, *new])
         return stack
 

@@ -117,19 +117,27 @@ class Trials:
         passes = list(step.passes)
         idle: dict[str, str] = {}
         tried = list(passes)
+        without: list[Pass] | None = None  # what joined in the last round
         try:
             with phase(self.report, "compile candidates"):
                 while True:
-                    build = self.build(passes)
+                    try:
+                        build = self.build(passes)
+                    except Exception:
+                        if not without or self.options.on_error == "raise":
+                            raise
+                        passes, without = without, None  # what joined cannot be compiled: it is tried by itself later
+                        continue
                     failed = {r.name for r in build.reports if r.error or (r.matched and not r.changed)}
                     resting = {r.name: r for r in build.reports if not at_work(r) and r.name not in failed}
                     idle |= {name: why_idle(r) for name, r in resting.items()}
                     gone = failed | resting.keys()
                     left = [p for p in passes if p.name not in gone and not failed & set(p.needs)]
                     if gone and len(joined := step.joining(left, tried)) > len(left):
-                        passes = joined
+                        passes, without = joined, left
                         tried += [p for p in joined if p not in tried]
                         continue
+                    without = None
                     if not left:
                         return step, frozenset(), f"none of its passes is of use: {', '.join(sorted(gone))}", None
                     if not failed and all(_left_no_trace(p) for p in passes if p.name in resting):
@@ -138,6 +146,7 @@ class Trials:
         except Exception as error:
             if self.options.on_error == "raise":
                 raise
+            self.idle |= idle
             return step, frozenset(), f"{type(error).__name__}: {error}", None
         self.idle |= idle
         if resting:

@@ -201,7 +201,6 @@ WEIGHTS: dict[str, tuple[Callable[[torch.Tensor], Sequence[torch.Tensor]], int]]
 }
 
 
-
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
@@ -227,7 +226,6 @@ def _split_weight(weight: torch.Tensor, how: str) -> list[torch.Tensor]:
 
 # FakeTensor asks what is registered for Meta; `register_fake` looks through all modules, for its messages.
 torch.library.impl("fxopt::split_weight", ("CPU", "CUDA", "Meta"), _split_weight)
-
 
 
 def _split_rows(x: torch.Tensor, how: str) -> list[torch.Tensor]:

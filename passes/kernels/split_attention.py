@@ -16,7 +16,7 @@ keys and values by itself, as one block. The scales:
   long as scale * D * max|q| * max|k| <= 2^22, and rows of mixed magnitude need no scales of their own.
 - v: one for each column of each block, which costs one multiplication of the sum that has to be taken over anyway. Its
   columns go to different outputs, and a weight may be zero where a column is largest, so a column of mixed scale, with
-  more than one in 64 non-zero elements below 2^-28 of its largest, is more than the planes hold.
+  more than one in 64 non-zero elements (of a block, padded) below 2^-28 of its largest, is more than the planes hold.
 - softmax's weights are in [0, 1]; 2^14 is their scale. A weight is off by 2^-22 of itself or by 2^-50, so an output by
   2^-50 * kv_len * max|v| more than fp32's. That shows only where the keys with weight have next to no values; a row
   whose sums are below 2^24 times that in every column is computed anew.
@@ -47,8 +47,6 @@ from passes.kernels.split_attention_kernels import (
 
 #: scale * D * max|q| * max|k| above which 2^-49 of it would show in a score
 SCORES = 2.0**22
-
-
 #: keys that a tile of queries splits itself, and takes in one step; up to how many tiles of queries do so for each head
 AT_ONCE, MOST_TILES = 128, 4
 

@@ -386,7 +386,10 @@ def split_attention_at_once(
     keys = tl.arange(0, N).to(tl.int64)  # rows may lie 2^31 elements apart and more
     cols = tl.arange(0, D)
     mask = (rows < q_len)[:, None] & (cols < head_dim)[None, :]
-    there = (keys < kv_len)[:, None] & (cols < head_dim)[None, :]
+    last = kv_len  # nothing of what no query of the tile sees, or a NaN there would come back as 0 * NaN
+    if CAUSAL:
+        last = min(last, tile * M + M)
+    there = (keys < last)[:, None] & (cols < head_dim)[None, :]
     q += batch * sqb + within * sqh
     k += batch * skb + within * skh
     v += batch * svb + within * svh
@@ -425,7 +428,7 @@ def split_attention_at_once(
     at = batch * sob + within * soh + rows[:, None] * som + cols[None, :]
     _conclude(
         acc, total, tl.where(inside, exact, 1), q, k, v, bias, sbn,
-        kv_len, rows, q_len, kv_len, head_dim, scale, sqm, sqd, skn, skd, svn, svd,
+        last, rows, q_len, kv_len, head_dim, scale, sqm, sqd, skn, skd, svn, svd,
         out + at, out_lo + at, out_scale + (batch * q_len + rows) * heads + within, mask,
         M, D, CAUSAL, HAS_BIAS, SPLIT,
     )  # fmt: skip

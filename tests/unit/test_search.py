@@ -361,6 +361,7 @@ def test_what_joins_brings_what_it_needs_and_has_no_conflict_with_who_is_there()
     assert spell(step.joining([GRAPHS], step.passes)) == "freeze+narrow+needy+graphs"
     assert spell(step.joining([Tiled(), GRAPHS], step.passes)) == "tiled1+other+graphs"
     assert spell(step.joining([GRAPHS], [needy])) == "narrow+other+graphs", "what is known to be of no use stays out"
+    assert step.joining([], [*step.passes, FREEZE, needy, other, NARROW]) == [], "also where nothing else is left"
 
 
 def test_what_compiles_long_is_tried_last_and_not_together():

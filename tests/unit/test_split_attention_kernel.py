@@ -242,6 +242,15 @@ def test_values_that_cannot_be_split_give_what_fp32_gives(kernel, name):
     torch.testing.assert_close(result[finite], fp32[finite], rtol=5e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_no_query_of_a_tile_sees_does_not_reach_it(kernel, value):
+    q, k, v = qkv(1, 1, 128, 128, 16)
+    expected = kernel(q, k, v, causal=True)
+    k[0, 0, 90], v[0, 0, 100, 3] = value, value
+    found = kernel(q, k, v, causal=True)
+    assert torch.equal(found[:, :, :64], expected[:, :, :64]) and not found[:, :, 100:].isfinite().all()
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v", "all"])
 def test_rows_of_mixed_magnitude_stay_as_accurate(kernel, which):
     """Over twelve orders of magnitude; the error of each output is compared, not their norm."""

@@ -339,6 +339,40 @@ def test_what_had_no_room_beside_an_idle_pass_takes_its_place_in_the_trial_of_al
     assert trial.entry.paired is not None and trial.entry.paired.ratio == 4.0
 
 
+def resting(monkeypatch, idle, broken=()):
+    """Benches build code in which passes of these names rest, or that cannot be built."""
+
+    def build(self, passes):
+        self.built.append("+".join(map(spelled, passes)))
+        if any(p.name in broken for p in passes):
+            raise RuntimeError("no kernel image")
+        code = Code(passes, *self.times.get(self.built[-1], (50.0, 50.0)), 0)
+        rests = {name: PassReport(name, "joint", 0, 0, refused=(("", "no such node"),)) for name in idle}
+        code.reports = [rests.get(report.name, report) for report in code.reports]
+        code.without = lambda gone: code
+        return code
+
+    monkeypatch.setattr(Bench, "build", build)
+
+
+def test_where_what_joins_is_idle_too_the_trial_of_all_ends(monkeypatch):
+    resting(monkeypatch, idle=("fuse", "wrap", "tile"))
+    bench = Bench(monkeypatch, {})
+    step = Step((Fuse(), Wrap()), Wrap(), together=True, instead=((Tile(),),))
+    assert bench.trials.evaluate(step, None) is None
+    assert bench.built == ["fuse+wrap", "tile"]
+    assert "none of its passes is of use" in bench.report.candidates[-1].reason
+
+
+def test_what_joins_and_cannot_be_compiled_leaves_the_others(monkeypatch):
+    resting(monkeypatch, idle=("fuse",), broken=("tile",))
+    bench = Bench(monkeypatch, {})
+    step = Step((Fuse(), Wrap()), Wrap(), together=True, instead=((Tile(),),))
+    trial = bench.trials.evaluate(step, None)
+    assert trial is not None and [p.name for p in trial.passes] == ["wrap"] and trial.idle == {"fuse"}
+    assert bench.built == ["fuse+wrap", "tile+wrap", "wrap"]
+
+
 def test_what_only_wraps_code_that_is_held_needs_no_compiling(monkeypatch):
     trials = Bench(monkeypatch, {"tile": (50.0, 50.0)}).trials
     assert trials.compiles(Step((Tile(), Wrap()), Wrap()))
