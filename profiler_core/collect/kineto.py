@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class KernelTime:
     """``kernel_ns`` and ``wall_ns`` are medians per call; ``kernels`` is the number of kernels per call.
 
-    ``by_name``: of each kernel (launches, ns) per call, means over the calls; what takes longest first.
+    ``by_name``: of each kernel (launches, ns) per call, a mean and a median over the calls; what takes longest first.
     """
 
     kernel_ns: float
@@ -94,8 +94,10 @@ def kernel_time(fn: Callable[[], Any], *, iterations: int = 5, warmup: int = 2, 
     total = kernels.groupby("iteration")["duration_ns"].sum().reindex(range(iterations), fill_value=0)
     whole = kernels["name"].str.startswith(COMPILED_GRAPH_PREFIX).any()
     note = "a compiled graph counts as one kernel, with the Python time of its wrapper code" if whole else ""
-    each = kernels.groupby("name")["duration_ns"].agg(["size", "sum"]).sort_values("sum", ascending=False) / iterations
-    by_name = {str(name): (float(row["size"]), float(row["sum"])) for name, row in each.iterrows()}
+    calls = kernels.pivot_table("duration_ns", "name", "iteration", aggfunc="sum", fill_value=0)
+    each = calls.reindex(columns=range(iterations), fill_value=0).median(axis="columns").sort_values(ascending=False)
+    launches = kernels.groupby("name").size() / iterations
+    by_name = {str(name): (float(launches[name]), float(ns)) for name, ns in each.items()}
     wall_ns = float(median(trace.wall_ns))
     return KernelTime(float(total.median()), round(len(kernels) / iterations), wall_ns, note, by_name)
 

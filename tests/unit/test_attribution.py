@@ -4,7 +4,9 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from compiled_graphs import Mlp, compile_with_provenance
@@ -13,6 +15,7 @@ from profiler_core.aggregate import apportion, weights
 from profiler_core.attribute.cpu_kernels import cpu_kernels
 from profiler_core.attribute.engine import attribute
 from profiler_core.attribute.fusion_map import operator_name
+from profiler_core.collect import kineto
 from profiler_core.collect.chrome_trace import parse, read
 from profiler_core.collect.inductor import Launch, NodeInfo, Provenance, instrumented
 from profiler_core.collect.kineto import ProfilerError, kernel_time, measure
@@ -417,6 +420,18 @@ def test_kernel_time_of_eager_code_is_that_of_its_top_level_operators() -> None:
     assert {name: launches for name, (launches, _) in time.by_name.items()} == {"aten::matmul": 1.0, "aten::relu": 1.0}
     taken = [ns for _, ns in time.by_name.values()]
     assert taken == sorted(taken, reverse=True) and time.kernel_ns * 0.2 < sum(taken) < time.kernel_ns * 5
+
+
+def test_a_call_that_had_to_wait_does_not_show_in_the_time_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("a", 0, 10), ("b", 0, 4), ("a", 1, 9000), ("b", 1, 5), ("a", 2, 11), ("b", 2, 3), ("b", 2, 3), ("c", 2, 7)]
+    kernels = pd.DataFrame(rows, columns=["name", "iteration", "duration_ns"])
+    monkeypatch.setattr(kineto, "measure", lambda *given, **options: SimpleNamespace(wall_ns=[1.0]))
+    monkeypatch.setattr("profiler_core.attribute.cpu_kernels.cpu_kernels", lambda trace, whole_graphs: kernels)
+    time = kernel_time(lambda: None, iterations=3, device=CPU)
+    assert time.by_name == {"a": (1.0, 11.0), "b": (pytest.approx(4 / 3), 5.0), "c": (pytest.approx(1 / 3), 0.0)}
+    assert time.kernel_ns == 24.0
+    kernels.drop(kernels.index, inplace=True)
+    assert kernel_time(lambda: None, iterations=3, device=CPU).by_name == {}
 
 
 def test_kernel_time_of_a_compiled_graph_says_that_it_counts_as_a_whole() -> None:
