@@ -38,7 +38,7 @@ from fxopt.precision import Precision
 from fxopt.registry import PROVENANCE_META, Candidate, GraphPass, Pass, PassContext, Stage
 from passes.kernels import launch, tiling
 from passes.split_precision_attention import SPLIT_ATTENTION, SPLIT_ATTENTION_SPLIT
-from passes.split_products import ROWS, WEIGHTS, block_of, is_constant, parts_of
+from passes.split_products import block_of, is_constant, parts_of
 from profiler_core.quantities import duration
 
 aten = torch.ops.aten
@@ -180,16 +180,13 @@ class SplitPrecisionGemm(GraphPass):
             if library <= took + m * k * product.batch * 4 / 3e6:
                 return self._parts(graph, a, b)
         if product.terms == 3:
-            block = product.block
-            if attention is not None:
-                operands = _written_split(graph, attention)
-            else:
-                operands = parts_of(graph, a, f"rows{block}", ROWS[f"rows{block}"][0])
-            operands += parts_of(graph, b, "columns", WEIGHTS["columns"][0])
+            rows = f"rows{product.block}"
+            operands = _written_split(graph, attention) if attention is not None else parts_of(graph, a, rows)
+            operands += parts_of(graph, b, "columns")
             target: Any = torch.ops.fxopt.split_gemm.default
         else:
-            operands = parts_of(graph, a, "once", ROWS["once"][0])
-            operands += parts_of(graph, b, "columns once", WEIGHTS["columns once"][0])
+            operands = parts_of(graph, a, "once")
+            operands += parts_of(graph, b, "columns once")
             target = torch.ops.fxopt.scaled_gemm.default
         given: tuple[Any, ...] = (*operands, bias if tile[3] <= 1 else None, list(tile))
         if tile[3] == 0 and operands[0] is not None and not is_constant(a):
@@ -199,8 +196,8 @@ class SplitPrecisionGemm(GraphPass):
 
     def _parts(self, graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
         """The product by cuBLAS, over a K three times as long."""
-        (wide_a,) = parts_of(graph, a, "parts", ROWS["parts"][0])
-        (wide_b,) = parts_of(graph, b, "columns parts", WEIGHTS["columns parts"][0])
+        (wide_a,) = parts_of(graph, a, "parts")
+        (wide_b,) = parts_of(graph, b, "columns parts")
         turned = graph.call_function(aten.permute.default, (wide_b, [1, 0] if a.meta["val"].dim() == 2 else [0, 2, 1]))
         target: Any = aten.mm.dtype if a.meta["val"].dim() == 2 else aten.bmm.dtype
         return graph.call_function(target, (wide_a, turned, torch.float32))

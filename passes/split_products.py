@@ -151,12 +151,12 @@ def _traced(how: str, split: Callable[..., Sequence[torch.Tensor | None]], value
 
 
 def parts_of(
-    graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., Sequence[torch.Tensor | None]]
+    graph: fx.Graph, value: fx.Node, how: str, split: Callable[..., Sequence[torch.Tensor | None]] | None = None
 ) -> list[fx.Node | None]:
     """The parts of a node's value, computed right after it, or those that an earlier call with this `how` had computed:
     several products may read one value. A constant's are one operator's, which is run when the graph is folded, and an
     activation's are one operator's, which Inductor lowers as what `split` says: written out, they are most of a model's
-    graph, and of the time that it takes to compile.
+    graph, and of the time that it takes to compile. split: may be left out for what ROWS and WEIGHTS name.
     """
     # A dict of this graph's own, for a copied node shares its meta's values with the one that it was copied from.
     known = value.meta["fxopt_split"] = dict(value.meta.get("fxopt_split", {}))
@@ -178,7 +178,7 @@ def parts_of(
             whole = graph.call_function(one[0], (value, how))
             found = [graph.call_function(operator.getitem, (whole, i)) for i in range(one[1])]
         else:
-            traced = _traced(how, split, value.meta["val"])
+            traced = _traced(how, split or WEIGHTS[how][0], value.meta["val"])
             inputs = traced.find_nodes(op="placeholder")
             parts: Any = graph.graph_copy(traced, dict(zip(inputs, [value], strict=True)))
             found = list(parts)
@@ -199,18 +199,12 @@ WEIGHTS: dict[str, tuple[Callable[[torch.Tensor], Sequence[torch.Tensor]], int]]
     "columns once": (lambda x: rounded_once(x.mT.contiguous()), 2),
     "columns parts": (lambda x: (split_parts(x.mT.contiguous(), 1),), 1),
 }
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous()
-
-
 #: how the left operand of a product, [.., M, K], is split, and in how many parts
 ROWS: dict[str, tuple[Callable[[torch.Tensor], Sequence[torch.Tensor]], int]] = {
-    "rows0": (lambda x: split(_dense(x)), 3),
-    f"rows{_BLOCK}": (lambda x: split(_dense(x), _BLOCK), 3),
-    "once": (lambda x: rounded_once(_dense(x)), 2),
-    "parts": (lambda x: (split_parts(_dense(x), 0),), 1),
+    "rows0": (lambda x: split(x.contiguous()), 3),
+    f"rows{_BLOCK}": (lambda x: split(x.contiguous(), _BLOCK), 3),
+    "once": (lambda x: rounded_once(x.contiguous()), 2),
+    "parts": (lambda x: (split_parts(x.contiguous(), 0),), 1),
 }
 
 
@@ -253,8 +247,7 @@ def _lower_rows() -> None:
     """Once Inductor is there: it takes as long to import as the rest of torch."""
     from fxopt.torch_api.lowering import lowers_as
 
-    op = torch.ops.fxopt.split_rows.default
-    lowers_as(op, lambda value, how: _traced(how, lambda x: _split_rows(x, how), value))
+    lowers_as(torch.ops.fxopt.split_rows.default, lambda value, how: _traced(how, ROWS[how][0], value))
 
 
 torch.library.define(
