@@ -265,6 +265,13 @@ def _mixed_planes(x):
 
 
 @triton.jit
+def _store_planes(hi, lo, scales, out, out_lo, out_scale, rows, q_len, mask):
+    tl.store(out, hi, mask=mask)
+    tl.store(out_lo, lo, mask=mask)
+    tl.store(out_scale, scales, mask=rows < q_len)
+
+
+@triton.jit
 def _conclude(
     acc, total, exact, q, k, v, bias, stride_bias_n, last, rows, q_len, kv_len, head_dim, scale,
     sqm, sqd, skn, skd, svn, svd, out, out_lo, out_scale, mask,
@@ -273,30 +280,26 @@ def _conclude(
     """Write a tile of which the planes gave these sums; exact: not 0 where it has to be computed anew in IEEE fp32."""
     # A row of which nothing is visible is 0, as torch's efficient attention has it.
     result = acc * (1.0 / tl.where(total == 0, 1.0, total))[:, None]
+    usual = exact == 0
     if SPLIT:
         hi, lo, scales, plain = _plain_planes(result)
-        if (exact == 0) & plain:
-            tl.store(out, hi, mask=mask)
-            tl.store(out_lo, lo, mask=mask)
-            tl.store(out_scale, scales, mask=rows < q_len)
+        usual = usual & plain
+    if usual:
+        if SPLIT:
+            _store_planes(hi, lo, scales, out, out_lo, out_scale, rows, q_len, mask)
         else:
-            if exact != 0:
-                result = _exactly(
-                    q, k, v, bias, stride_bias_n, last, rows, q_len, kv_len, head_dim, scale,
-                    sqm, sqd, skn, skd, svn, svd, M, D, CAUSAL, HAS_BIAS,
-                )  # fmt: skip
-            hi, lo, scales = _mixed_planes(result)
-            tl.store(out, hi, mask=mask)
-            tl.store(out_lo, lo, mask=mask)
-            tl.store(out_scale, scales, mask=rows < q_len)
-    elif exact == 0:
-        tl.store(out, result, mask=mask)
+            tl.store(out, result, mask=mask)
     else:
-        result = _exactly(
-            q, k, v, bias, stride_bias_n, last, rows, q_len, kv_len, head_dim, scale,
-            sqm, sqd, skn, skd, svn, svd, M, D, CAUSAL, HAS_BIAS,
-        )  # fmt: skip
-        tl.store(out, result, mask=mask)
+        if exact != 0:
+            result = _exactly(
+                q, k, v, bias, stride_bias_n, last, rows, q_len, kv_len, head_dim, scale,
+                sqm, sqd, skn, skd, svn, svd, M, D, CAUSAL, HAS_BIAS,
+            )  # fmt: skip
+        if SPLIT:
+            hi, lo, scales = _mixed_planes(result)
+            _store_planes(hi, lo, scales, out, out_lo, out_scale, rows, q_len, mask)
+        else:
+            tl.store(out, result, mask=mask)
 
 
 @triton.jit
