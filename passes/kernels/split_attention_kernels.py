@@ -228,8 +228,7 @@ def _plain_planes(x):
     where no row has elements below 2^-28 of its largest, as nearly every row there is. int16, fp32 and a bool.
     """
     magnitude = tl.abs(x)
-    # The largest by its bits: as integers they are in the order of the magnitudes, and NaN is above all of them.
-    largest = tl.max(magnitude.to(tl.int32, bitcast=True), 1)
+    largest = tl.max(_bits(x), 1)
     top = largest.to(tl.float32, bitcast=True)
     least = tl.min(tl.where(magnitude == 0, float("inf"), magnitude), 1)
     plain = ((top >= 2.0**-46) & (top < 2.0**75) & (least >= top * 2.0**-28)) | (largest == 0)
@@ -250,7 +249,7 @@ def _row_scales(largest):
 def _mixed_planes(x):
     """(hi, lo, scale) of each row of any x [M, L], as `passes.split_products.split` makes them: int16 and fp32."""
     magnitude = tl.abs(x)
-    largest = tl.max(magnitude.to(tl.int32, bitcast=True), 1)
+    largest = tl.max(_bits(x), 1)
     top = largest.to(tl.float32, bitcast=True)
     small = tl.sum(((magnitude < (top * 2.0**-28)[:, None]) & (magnitude != 0)).to(tl.int32), 1)
     held = ((top >= 2.0**-46) & (top < 2.0**75) & (small * 64 <= x.shape[1])) | (largest == 0)
